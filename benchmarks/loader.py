@@ -35,7 +35,7 @@ from benchmarks import harness
 from benchmarks.harness import Figure
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig, DataConfig, SourceConfig
-from vlp.data.image.decode import JpegImage
+from vlp.data.image.decode import EncodedImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain import PretrainData
 from vlp.data.schema import captions_of
@@ -140,7 +140,7 @@ ImageTransform = Callable[[bytes], Tensor]
 
 def _our_image(size: int) -> ImageTransform:
     transform, rng = TrainTransform(PLAIN, Preprocessing(size)), np.random.default_rng(0)
-    return lambda data: transform.augment(JpegImage(data, "a sample"), rng, "")
+    return lambda data: transform.augment(EncodedImage(data, "a sample"), rng, "")
 
 
 def _pillow_image(size: int) -> ImageTransform:

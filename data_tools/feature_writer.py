@@ -27,10 +27,10 @@ from vlp.data.features.store import (
     FeatureSource,
     TowerKey,
     file_paths,
-    is_whole,
+    is_complete,
     shards_sha256,
 )
-from vlp.data.image.decode import JpegImage, pil_to_tensor
+from vlp.data.image.decode import EncodedImage, pil_to_tensor
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.index import npy_header
 from vlp.data.shards.remote import ShardCache, is_url
@@ -160,7 +160,7 @@ class ViewBlocks(Dataset[Views]):
         index, header = self._sources[block.source], self._header
         raw = index.read(block.shard, sample)
         shard = index.shards[block.shard].name
-        image = JpegImage(raw.image, raw.where)
+        image = EncodedImage(raw.image, raw.where)
         levels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
         flipped = []
         name = f"{header.sources[block.source].index}:{shard}:{sample}"
@@ -254,7 +254,7 @@ class FeatureWriter:
             (source, shard)
             for source, index in enumerate(self.sources)
             for shard, entry in enumerate(index.shards)
-            if not is_whole(self.header, self._paths(source, shard), entry.samples)
+            if not is_complete(self.header, self._paths(source, shard), entry.samples)
         ]
 
     def _blocks(self, source: int, shard: int, step: int) -> list[SampleBlock]:

@@ -95,7 +95,7 @@ def _repeats_images(config: PretrainConfig, data: Any, total: int) -> bool:
     """Return whether a frozen tower would see images several times."""
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False
-    images = sum(index.shards.total for index in data.sources)
+    images = sum(index.shards.total for index in data.indices)
     return total * config.training.batch > 2 * images
 
 

@@ -126,7 +126,7 @@ class FileTree(Originals):
     @property
     def shared(self) -> set[str]:
         """Return paths that rows with other folders have named, as in `FileNames`."""
-        return self._names.shared if "_names" in vars(self) else set()
+        return self._names.ambiguous if "_names" in vars(self) else set()
 
     def read_text(self, path: str) -> str:
         """Return a small text in UTF-8; raises BadSample."""

@@ -61,7 +61,7 @@ def test_only_the_pixels_differ(shards, configuration, tmp_path, workers):
     config = configuration(shards, captions="all", workers=workers)
     out = make_features(config, tmp_path / "out", "--views", 3)
     plain, cached = data_of(config), data_of(config, f"data.features={out}")
-    stored = StoredFeatures(out).require(Preprocessing(16), cached.sources)[0]
+    stored = StoredFeatures(out).require(Preprocessing(16), cached.indices)[0]
     seen, skipped = set(), []
     for (one, consumed), (other, also) in zip(plain.batches(stop_after=9), cached.batches()):
         assert consumed == also
@@ -86,7 +86,7 @@ def test_only_the_pixels_differ(shards, configuration, tmp_path, workers):
     assert len({where for _, where in skipped}) == 3
     known = {
         stored.read(shard, sample, view).numpy().tobytes()
-        for shard, entry in enumerate(cached.sources[0].shards)
+        for shard, entry in enumerate(cached.indices[0].shards)
         for sample in range(entry.samples)
         for view in range(3)
     }
@@ -113,17 +113,17 @@ def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, tmp_pa
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 6)
     data = data_of(config, f"data.features={out}")
-    [stored] = data.captioned.features
+    [stored] = data.samples.features
     codes = {}
-    for shard, entry in enumerate(data.sources[0].shards):
+    for shard, entry in enumerate(data.indices[0].shards):
         rows = np.load(out / "0" / entry.name.replace(".tar", ".views.npy"))
         for sample in range(entry.samples):
             for view in range(6):
                 row = stored.read(shard, sample, view).numpy().tobytes()
                 codes.setdefault(row, set()).add(int(rows[sample, view]))
     flipped = {True: 0, False: 0}
-    samples = (data.sources[0].read(*divmod(number, 7)) for number in range(33))
-    numbers = [data.captioned._image_id(0, sample) for sample in samples]
+    samples = (data.indices[0].read(*divmod(number, 7)) for number in range(33))
+    numbers = [data.samples._image_id(0, sample) for sample in samples]
     for batch, _ in data.batches(stop_after=40):
         for row, image in zip(batch.pixels[batch.valid], batch.image_ids[batch.valid].tolist()):
             has_side = numbers.index(image) % 3 != 2
@@ -136,7 +136,7 @@ def test_images_that_are_not_augmented_have_their_plain_view(shards, configurati
     config = configuration(shards, captions="all")
     out = make_features(config, tmp_path / "out", "--views", 3)
     augment = "data.augment={randaugment: false, crop_scale: [1, 1], hflip: false}"
-    stored = StoredFeatures(out).require(Preprocessing(16), data_of(config).sources)[0]
+    stored = StoredFeatures(out).require(Preprocessing(16), data_of(config).indices)[0]
     batch = next(data_of(config, f"data.features={out}", augment).batches())[0]
     shards = enumerate(stored._shards)
     plain = torch.stack([stored.read(s, n, 0) for s, (_, count) in shards for n in range(count)])

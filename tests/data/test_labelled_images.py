@@ -111,7 +111,7 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
         open_labelled(str(tmp_path / "nowhere"))
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 100)
-    with pytest.raises(ConfigError, match=r"bad\.tar: not a tar file"):
+    with pytest.raises(ConfigError, match=r"bad\.tar: not a readable tar file"):
         open_labelled(str(tmp_path / "bad.tar"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no images in class folders"):

@@ -1,4 +1,4 @@
-"""Boxes [x, y, width, height] cut to the upright image and turned by its EXIF orientation."""
+"""Boxes [x, y, width, height]: clipped to their image, turned by its EXIF orientation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Corners = tuple[float, float, float, float]  # left, top, right, bottom in pixel
 
 Size = tuple[int, int]  # width, height in pixels
 
-_ROUNDING, _SHAPE_ROUNDING = 1.0, 2.0  # pixels: overhang of a box, error of a resized side
-_SMALLEST = 16  # pixels of a side from which on nobody draws a box in the first pixel
+_MAX_OVERHANG, _MAX_SIDE_ERROR = 1.0, 2.0  # pixels, from rounding of boxes and of resized sides
+_MIN_SIDE = 16  # pixels of an image whose boxes are larger than the first pixel
 
-# What each EXIF orientation does to a point, in shares of width and height.
-_TURNED = {
+# Upright position of a point by EXIF orientation, relative to width and height.
+_UPRIGHT = {
     2: lambda x, y: (1 - x, y),
     3: lambda x, y: (1 - x, 1 - y),
     4: lambda x, y: (x, 1 - y),
@@ -28,37 +28,42 @@ _TURNED = {
 
 
 def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
-    """Cut a box to an image; return the kind of fault, if any, and the box.
+    """Clip a box to an image; return the kind of fault or None, and the clipped box.
 
-    The box is None if it is empty or in shares of the image.
+    The box is None if none of it lies in the image, or if it seems relative to the image's sides.
     """
     x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
     if right <= left or bottom <= top:
         return OUTSIDE, None
-    if max(map(abs, box)) <= 1 and min(size) >= _SMALLEST:
+    if max(map(abs, box)) <= 1 and min(size) >= _MIN_SIDE:
         return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)
-    return CUT if overhang > _ROUNDING else None, (left, top, right, bottom)
+    return CUT if overhang > _MAX_OVERHANG else None, (left, top, right, bottom)
 
 
-def turn_of(drawn_on: Size, upright: Size, orientation: int) -> int | None:
-    """Return the EXIF orientation to turn boxes by (1: upright); None if the shapes differ."""
-    if _has_shape(upright, drawn_on):
+def turn_of(annotated_size: Size, upright_size: Size, orientation: int) -> int | None:
+    """Return the EXIF orientation by which boxes are turned; None if the aspect ratios differ.
+
+    Boxes of the upright image's aspect ratio count as upright (1): orientations 2 to 4 keep it.
+    """
+    if _same_aspect(upright_size, annotated_size):
         return 1
-    return orientation if orientation > 4 and _has_shape(upright[::-1], drawn_on) else None
+    is_sideways = orientation > 4 and _same_aspect(upright_size[::-1], annotated_size)
+    return orientation if is_sideways else None
 
 
-def shares(corners: Corners, drawn_on: Size, orientation: int) -> Corners:
-    """Return corners as shares of the sides of the upright image; `orientation` as of `turn_of`."""
-    turn = _TURNED.get(orientation, lambda x, y: (x, y))
-    points = [turn(x / drawn_on[0], y / drawn_on[1]) for x, y in (corners[:2], corners[2:])]
+def shares(corners: Corners, annotated_size: Size, orientation: int) -> Corners:
+    """Return the corners in the upright image, relative to its sides; `orientation`: `turn_of`."""
+    turn = _UPRIGHT.get(orientation, lambda x, y: (x, y))
+    width, height = annotated_size
+    points = [turn(x / width, y / height) for x, y in (corners[:2], corners[2:])]
     (left, right), (top, bottom) = (sorted(values) for values in zip(*points))
     return left, top, right, bottom
 
 
-def _has_shape(size: Size, shape: Size) -> bool:
-    scale = max(size[0] / shape[0], size[1] / shape[1])
-    deviation = max(abs(side - scale * other) for side, other in zip(size, shape))
-    return deviation <= _SHAPE_ROUNDING * max(1.0, scale)  # either may be rounded to whole pixels
+def _same_aspect(size: Size, other: Size) -> bool:
+    scale = max(size[0] / other[0], size[1] / other[1])
+    error = max(abs(side - scale * other_side) for side, other_side in zip(size, other))
+    return error <= _MAX_SIDE_ERROR * max(1.0, scale)  # sides of both are rounded to pixels

@@ -12,7 +12,7 @@ from vlp.data.shards.remote import OutageConfig
 
 
 class SourceConfig(Config):
-    """One folder of shards, or its path alone; `weight`: how often its samples come in an epoch."""
+    """A folder of shards and the weight of its samples; a plain path has weight 1."""
 
     path: str = Field(
         description="a folder or a URL (https://, s3://, gs://, ...); with epoch_samples also "
@@ -28,7 +28,7 @@ class SourceConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _from_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
 
@@ -40,7 +40,7 @@ class CacheConfig(Config):
     """Location and size of each node's cache for shards behind URLs."""
 
     folder: LocalPath = Field(description="on a local disk; shared by all processes of the node")
-    limit: ByteSize = Field(description='bytes, as in "200GB"; the unused for longest go first')
+    limit: ByteSize = Field(description='bytes, as in "200GB"; evicts the least recently used')
 
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -50,15 +50,15 @@ ChannelMeans = tuple[_Mean, _Mean, _Mean]  # pixel values in [0, 1], RGB
 ChannelDeviations = tuple[_Deviation, _Deviation, _Deviation]
 
 
-def _are_shares(scale: tuple[float, float]) -> tuple[float, float]:
+def _require_ordered(scale: tuple[float, float]) -> tuple[float, float]:
     low, high = scale
     if low > high:
         raise ValueError(f"[{low}, {high}] is not 0 < low <= high <= 1")
     return scale
 
 
-# least and largest share of the area
-CropScale = Annotated[tuple[Share, Share], AfterValidator(_are_shares)]
+# smallest and largest share of the area
+CropScale = Annotated[tuple[Share, Share], AfterValidator(_require_ordered)]
 
 
 class AugmentConfig(Config):
@@ -69,8 +69,8 @@ class AugmentConfig(Config):
     )
     crop_scale: CropScale = Field(
         (0.5, 1.0),
-        description="least and largest share of the area that a random crop keeps; [1, 1] crops "
-        "nothing",
+        description="smallest and largest share of the area that a random crop keeps; [1, 1]: no "
+        "crop",
     )
     hflip: bool = Field(
         True,
@@ -79,13 +79,13 @@ class AugmentConfig(Config):
     )
     quick_decode: bool = Field(
         False,
-        description="decode a JPEG by less exact transforms, and at half its size or less where a "
-        "crop keeps image_size pixels; some levels off",
+        description="decode JPEGs by faster transforms, and at half their size or less where the "
+        "crop still has image_size pixels; pixels differ by a few levels of 255",
     )
 
     @property
     def keeps_images(self) -> bool:
-        """True without any augmentation."""
+        """Whether training images are prepared as in evaluation, without crop, flip and colour."""
         return not (self.randaugment or self.hflip) and self.crop_scale == (1.0, 1.0)
 
 
@@ -102,7 +102,7 @@ class DataConfig(Config):
     )
     captions: Literal["one", "all"] = Field(
         "one",
-        description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
+        description="one: a random caption at each visit of a sample; all: a pair per caption",
     )
     texts: TextKind = Field(
         "captions", description="expressions: referring expressions take the place of captions"
@@ -110,8 +110,8 @@ class DataConfig(Config):
     epoch_samples: int | None = Field(
         None,
         ge=1,
-        description="samples that count as an epoch of shards without an index, which are drawn "
-        "again and again; null: shards have an index, which says how many there are",
+        description="samples of an epoch from shards without an index, drawn with replacement; "
+        "null: an epoch reads every sample of the shards' index",
     )
     canonical_streams: int = Field(
         64,
@@ -121,11 +121,13 @@ class DataConfig(Config):
     )
     shuffle: Literal["windows", "sliding"] = Field(
         "windows",
-        description="windows: shards are dealt to streams anew each epoch, and one window of a "
-        "stream after another is shuffled; sliding: shards are dealt once a run, so that a node "
-        "finds them in its cache, and each is spread evenly over a window around its place",
+        description="windows: each epoch assigns shards to streams anew and shuffles streams "
+        "window by window; sliding: shards are assigned once per run, so that nodes find them in "
+        "their cache, and the samples of each are spread evenly over a window",
     )
-    shuffle_window: int = Field(4096, ge=1, description="samples of a stream")
+    shuffle_window: int = Field(
+        4096, ge=1, description="samples of a stream that are shuffled together"
+    )
     workers: int = Field(
         1, ge=0, description="loader processes of each rank", json_schema_extra={"resume": "free"}
     )
@@ -137,7 +139,7 @@ class DataConfig(Config):
     )
     outages: OutageConfig = Field(
         OutageConfig(),
-        description="stores behind URLs that fail for a while",
+        description="retries and policy where a store behind a URL fails",
         json_schema_extra={"resume": "free"},
     )
     augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")

@@ -1,4 +1,4 @@
-"""Images with a class each: folders, tar files of such folders, and shards."""
+"""Labelled images: class folders, tar files of class folders, and shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlp.data.shards.tar import stored_files
 
 
 class Labelled(NamedTuple):
-    """An image (RGB), the number of its class, its location; in shards also key and image name."""
+    """An RGB image, the index of its class, its location; in shards also key and image name."""
 
     image: Image.Image
     label: int
@@ -33,11 +33,11 @@ class Labelled(NamedTuple):
 
 
 class LabelledImages:
-    """An image and its class by number, 0 to len - 1."""
+    """Base of map-style data sets of labelled images."""
 
     def __init__(self, items: Sized, classes: tuple[str, ...]) -> None:
         self._length, self.classes = len(items), classes
-        self._number = {name: number for number, name in enumerate(classes)}
+        self._class_index = {name: index for index, name in enumerate(classes)}
 
     def __len__(self) -> int:
         return self._length
@@ -52,8 +52,8 @@ def open_labelled(
 ) -> LabelledImages:
     """Open a folder of class folders, a tar file of one (read into memory), or a folder of shards.
 
-    In shards the class is a `field` of the annotation, or KEY.cls. `classes` are in the order of
-    training; None sorts the folders' names and is refused for shards.
+    In shards the class is a `field` of the annotation, or KEY.cls. `classes` gives their order;
+    None sorts the folders' names and is refused for shards.
     """
     root = Path(path)
     if root.is_file():
@@ -68,7 +68,7 @@ def open_labelled(
 
 
 def require_images(path: str, classes: Sequence[str]) -> None:
-    """Refuse empty class folders, which would silently be missing among the classes."""
+    """Refuse class folders without images, which `classes`, named after images, lack."""
     folder = Path(path)
     if not folder.is_dir() or (folder / INDEX_NAME).is_file():
         return
@@ -81,7 +81,7 @@ def require_images(path: str, classes: Sequence[str]) -> None:
 
 
 def subset(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
-    """Draw `limit` of the images of `path`, the same for every seed of a comparison."""
+    """Draw `limit` images, the same for every seed; `path` is for messages."""
     if limit is None:
         return images
     if limit > len(images):
@@ -100,7 +100,7 @@ class _Subset(LabelledImages):
 
 class _FolderImages(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
-        names = sorted(filter(_is_of_class, _files_below(folder)))
+        names = sorted(filter(_is_class_image, _relative_files(folder)))
         self._files = [folder / name for name in names]
         classes, self._labels = _labels(names, classes, folder)
         super().__init__(self._files, classes)
@@ -117,8 +117,8 @@ class _FolderImages(LabelledImages):
 class _TarImages(LabelledImages):
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
-        # Of two members of one name the later counts, as when they are unpacked.
-        stored = stored_files(file, _is_of_class)
+        # The last of several members of one name counts, as in unpacking.
+        stored = stored_files(file, _is_class_image)
         members = {PurePath(str(name).lstrip("/")): data for name, data in stored}
         self._members = list(members.items())
         classes, self._labels = _labels(list(members), classes, file)
@@ -140,29 +140,29 @@ class _ShardImages(LabelledImages):
         label = getattr(raw.annotation, self._field, None)
         if label is None:
             raise BadSample("no class", f"{raw.where}: it has no `{self._field}`")
-        if str(label) not in self._number:
+        if str(label) not in self._class_index:
             raise BadSample("unknown class", f"{raw.where} ({self._field} {label!r})")
-        image, label = decode_image(raw.image, raw.where), self._number[str(label)]
-        return Labelled(image, label, raw.where, raw.key, raw.image_name)
+        image, index = decode_image(raw.image, raw.where), self._class_index[str(label)]
+        return Labelled(image, index, raw.where, raw.key, raw.image_name)
 
 
-def _files_below(folder: Path) -> Iterator[PurePath]:
-    """Yield the files of a folder and its subfolders, links followed, relative to it."""
+def _relative_files(folder: Path) -> Iterator[PurePath]:
+    """Yield the files of a folder and its subfolders, relative to it; links are followed."""
     for path, subfolders, names in os.walk(folder, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not _leads_above(Path(path, name))]
+        subfolders[:] = [name for name in subfolders if not _links_upwards(Path(path, name))]
         yield from (Path(path, name).relative_to(folder) for name in names)
 
 
-def _leads_above(path: Path) -> bool:
-    """Return whether a folder is a link to one above it, which could be followed without end."""
+def _links_upwards(path: Path) -> bool:
+    """Return whether a folder is a link to one of its parents, which has no end."""
     if not path.is_symlink():
         return False
     target = path.resolve()
     return any(parent.resolve() == target for parent in path.absolute().parents)
 
 
-def _is_of_class(name: PurePath) -> bool:
-    """Return whether this is an image of a class, and no hidden file or folder."""
+def _is_class_image(name: PurePath) -> bool:
+    """Return whether a relative path is an image in a folder, without hidden parts."""
     hidden = any(part.startswith(".") for part in name.parts)
     return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
 
@@ -170,30 +170,31 @@ def _is_of_class(name: PurePath) -> bool:
 def _labels(
     paths: Sequence[PurePath], class_names: Sequence[str] | None, where: Path
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Return the classes, and the number of each image's: of the first folder that differs."""
+    """Return the classes, and each image's by index: its first folder that not all images share."""
     if not paths:
         raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
-    above = os.path.commonpath([path.parent for path in paths])
-    shared = len(PurePath(above).parts)
-    if strays := [path for path in paths if str(path.parent) == above]:
+    common = os.path.commonpath([path.parent for path in paths])
+    depth = len(PurePath(common).parts)
+    if strays := [path for path in paths if str(path.parent) == common]:
         if class_names is None and len({path.parent for path in paths}) > 2:
             raise ConfigError(
                 f"{where}: {strays[0]} lies beside folders of images; move it away, or name the "
                 "classes in data.classes"
             )
-        shared -= 1  # images of one class alone
+        depth -= 1  # all images are of one class
     labels = []
     for path in paths:
-        # The folder that differs counts first: a class may be named like a folder above.
-        parts = (path.parts[shared], *path.parts[:-1])
+        # With `class_names` any folder of the path may name the class. The one at `depth` comes
+        # first, as a parent may be called like another class.
+        parts = (path.parts[depth], *path.parts[:-1])
         labels.append(next((part for part in parts if part in (class_names or ())), parts[0]))
     classes = tuple(class_names or sorted(set(labels)))
     if unknown := sorted(set(labels) - set(classes)):
         raise ConfigError(f"{where}: unknown classes {', '.join(unknown[:5])}")
     if class_names is None and all(map(split_of, classes)):
         raise ConfigError(
-            f"{where}: its class folders lie in {', '.join(classes[:3])}; name the folder, or pack "
-            "the class folders, of one alone"
+            f"{where}: its class folders lie in {', '.join(classes[:3])}, which are splits; give "
+            "the folder, or a tar file, of one split"
         )
-    number = {name: index for index, name in enumerate(classes)}
-    return classes, [number[name] for name in labels]
+    class_index = {name: index for index, name in enumerate(classes)}
+    return classes, [class_index[name] for name in labels]

@@ -1,4 +1,4 @@
-"""Masking of words and patches."""
+"""Masking of tokens (BERT) and of patches (SimMIM)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-IGNORED = -100
+IGNORED = -100  # label of tokens without a loss, as in PyTorch's cross_entropy
 
 
 def mask_words(
@@ -20,37 +20,38 @@ def mask_words(
     special_ids: Sequence[int],
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mask one caption as BERT (80 % [MASK], 10 % another token), at least one word if it has any.
+    """Mask tokens of a caption as BERT: 80 % become [MASK], 10 % a random token, 10 % stay.
 
-    `text_ids` and `word_mask` are (tokens,). Returns the masked ids, and labels: the original id
-    where chosen, -100 elsewhere. Random tokens are never `special_ids`.
+    `text_ids` and `word_mask` are (tokens,); at least one token is masked if there is a word.
+    Returns the masked ids, and as labels the original ids of masked tokens, -100 elsewhere. Random
+    tokens are never among `special_ids`.
     """
     count = len(text_ids)
-    chosen = word_mask & (rng.random(count) < probability)
+    is_masked = word_mask & (rng.random(count) < probability)
     kind = rng.random(count)
-    ordinary = _ordinary(vocab_size, tuple(special_ids))
-    random_words = ordinary[rng.integers(len(ordinary), size=count)]
+    ordinary_ids = _ordinary_ids(vocab_size, tuple(special_ids))
+    random_ids = ordinary_ids[rng.integers(len(ordinary_ids), size=count)]
     words = np.flatnonzero(word_mask)
-    spare = rng.random()
-    if len(words) and not chosen.any():
-        chosen[words[int(spare * len(words))]] = True
-    labels = np.where(chosen, text_ids, IGNORED)
-    masked = np.where(chosen & (kind < 0.8), mask_id, text_ids)
-    masked = np.where(chosen & (kind >= 0.9), random_words, masked)
+    fallback = rng.random()  # drawn in any case, so that later draws stay the same
+    if len(words) and not is_masked.any():
+        is_masked[words[int(fallback * len(words))]] = True
+    labels = np.where(is_masked, text_ids, IGNORED)
+    masked = np.where(is_masked & (kind < 0.8), mask_id, text_ids)
+    masked = np.where(is_masked & (kind >= 0.9), random_ids, masked)
     return masked, labels
 
 
 def mask_patches(
     grid: tuple[int, int], ratio: float, unit: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return (rows, columns) bool, True = masked (SimMIM): a share of squares of side `unit`."""
+    """Return (rows, columns) bool, True = masked: a share `ratio` of squares of `unit` patches."""
     rows, columns = -(-grid[0] // unit), -(-grid[1] // unit)
     squares = np.zeros(rows * columns, dtype=bool)
     squares[rng.permutation(rows * columns)[: math.ceil(rows * columns * ratio)]] = True
     patches = squares.reshape(rows, columns).repeat(unit, axis=0).repeat(unit, axis=1)
-    return patches[: grid[0], : grid[1]]  # squares are cut off at the lower and right border
+    return patches[: grid[0], : grid[1]]  # squares overhang the lower and right border
 
 
 @lru_cache(maxsize=4)
-def _ordinary(vocab_size: int, special_ids: tuple[int, ...]) -> np.ndarray:
+def _ordinary_ids(vocab_size: int, special_ids: tuple[int, ...]) -> np.ndarray:
     return np.setdiff1d(np.arange(vocab_size), special_ids)

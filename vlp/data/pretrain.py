@@ -9,8 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from vlp.config import ConfigError
 from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures, shards_sha256
-from vlp.data.image.decode import JpegImage
+from vlp.data.image.decode import EncodedImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform, mentions_side
 from vlp.data.masking import IGNORED, mask_patches, mask_words
 from vlp.data.schema import TextKind, normalised_caption, texts_of
@@ -62,12 +61,12 @@ from vlp.data.text.word_boxes import word_patches
 from vlp.io import lines_of, redact, sha256_of
 
 NO_ID = -1
-_MAX_PENDING = 16  # slots with their encoded images in memory
-_GREY = torch.tensor(128, dtype=torch.uint8)  # of an empty slot: normalises to about zero
+_MAX_PENDING = 16  # slots prepared before their images are decoded
+_GREY = torch.tensor(128, dtype=torch.uint8)  # pixels of an empty slot: about 0 when normalised
 
 
 class Slot(NamedTuple):
-    """One row of a `Batch`, or an empty one that says why its sample was skipped."""
+    """One row of a `Batch`; an empty slot has `valid` False, and `skip` if its sample is bad."""
 
     # (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
     pixels: Tensor | None
@@ -91,7 +90,7 @@ class CaptionedSamples(Dataset[Slot]):
 
     def __init__(
         self,
-        sources: Sequence[ShardIndex],
+        indices: Sequence[ShardIndex],
         every_caption: bool,
         text: TextProcessor,
         transform: TrainTransform,
@@ -100,24 +99,26 @@ class CaptionedSamples(Dataset[Slot]):
         texts: TextKind = "captions",
         features: Sequence[SourceFeatures] | None = None,
     ) -> None:
-        self.sources, self.features = sources, features
+        self.indices, self.features = indices, features
         side = transform.preprocessing.image_size
         self._blank = features[0].blank if features else _GREY.expand(3, side, side)
         self.texts = texts
         self.text = text
         self.transform = transform
+        # Augmentation moves the patches away from the boxes of the annotation.
+        self.has_word_patches = transform.config.keeps_images
         self.grid = inputs.grid
         self.inputs = inputs
         self.seed = seed
         self.every_caption = every_caption
 
     def __getitem__(self, request: Request) -> Slot:
-        """Return the slot of a request; a bad sample gives an empty slot with its reason."""
+        """Return the slot of a request; a bad sample gives an empty slot with `skip`."""
         return self.__getitems__([request])[0]
 
     def __getitems__(self, requests: Sequence[Request]) -> list[Slot]:
-        # Decoders evict Python's code and data from the CPU's caches, so that work between two of
-        # their calls takes three times as long: it is done before them.
+        # Decoding evicts Python's code and data from the CPU's caches: Python takes three times as
+        # long between two images as before all of them.
         slots: list[Slot] = []
         for start in range(0, len(requests), _MAX_PENDING):
             pending = [
@@ -132,13 +133,13 @@ class CaptionedSamples(Dataset[Slot]):
     def slot(
         self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
     ) -> Slot:
-        """Return the slot of a sample, from `raw` if that was read already."""
+        """Return the slot of a sample, which is read unless `raw` is given."""
         return self._prepare(epoch, index, raw)()
 
     def _prepare(
         self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
     ) -> Callable[[], Slot]:
-        """Prepare a slot and return a function that decodes its pixels and completes it."""
+        """Prepare a slot; return a function that decodes its pixels and returns it."""
         try:
             if isinstance(raw, BadSample):
                 raise raw
@@ -157,30 +158,37 @@ class CaptionedSamples(Dataset[Slot]):
     def _prepare_slot(
         self, epoch: int, index: SampleIndex, raw: RawSample | None
     ) -> tuple[Slot, Callable[[], Tensor]]:
-        """Return a slot and a function that decodes its pixels; both raise BadSample."""
+        """Return a slot without pixels, and a function that loads them; both raise BadSample."""
         source, shard, _, source_pass = index
-        sample, caption_number = self._sample(index)
+        sample, pair_number = self._sample_and_pair(index)
         if raw is None:
-            raw = self.sources[source].read(shard, sample)
-        name = f"{source}:{shard}:{sample}:{caption_number}:{source_pass}"
+            raw = self.indices[source].read(shard, sample)
+        rng_key = f"{source}:{shard}:{sample}:{pair_number}:{source_pass}"
 
         def rng(purpose: str) -> np.random.Generator:
-            return make_rng(self.seed, epoch, name, purpose)
+            return make_rng(self.seed, epoch, rng_key, purpose)
 
         captions = texts_of(raw.annotation, self.texts)
-        if caption_number is None and captions:
-            several = len(captions) > 1
-            caption_number = int(rng("caption").integers(len(captions))) if several else 0
-        if caption_number is None or caption_number >= len(captions):
+        caption_number = pair_number or 0
+        if pair_number is None and len(captions) > 1:
+            caption_number = int(rng("caption").integers(len(captions)))
+        if caption_number >= len(captions):
             raise BadSample("no text", raw.where)
         caption = captions[caption_number]
-        image = JpegImage(raw.image, raw.where)
+        image = EncodedImage(raw.image, raw.where)
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
-        whole = ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any()
-        text_read = caption if whole else self.text.as_read(caption)
-        load_pixels = self._pixel_loader((source, shard, sample), image, caption, raw.where, rng)
+        # Captions are equal if the model reads the same: what is cut or [UNK] makes no difference.
+        is_whole = ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any()
+        text_read = caption if is_whole else self.text.as_read(caption)
+        if self.features is None:
+            load_pixels = self.transform.prepare(image, rng("augment"), caption)
+        else:
+            # Stored views were augmented when they were written.
+            stored = self.features[source]
+            views = stored.views(shard, sample, not mentions_side(caption), raw.where)
+            load_pixels = partial(stored.read, shard, sample, int(rng("view").choice(views)))
         slot = Slot(
             pixels=None,
             text_ids=ids,
@@ -192,46 +200,29 @@ class CaptionedSamples(Dataset[Slot]):
             image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
-            sample_id=stable_hash("sample", source, shard, sample, self._sample(index)[1] or 0),
+            sample_id=stable_hash("sample", source, shard, sample, pair_number or 0),
             word_patches=self._word_patches(raw, caption_number, caption, image.size),
             caption_id=stable_hash("caption", normalised_caption(text_read)),
         )
         return slot, load_pixels
 
-    def _pixel_loader(
-        self,
-        index: tuple[int, int, int],
-        image: JpegImage,
-        caption: str,
-        where: str,
-        rng: Callable[[str], np.random.Generator],
-    ) -> Callable[[], Tensor]:
-        """Make all choices and return a function that gives the pixels or stored features."""
-        if self.features is None:
-            return self.transform.prepare(image, rng("augment"), caption)
-        # Stored features replace the pixels; their views were augmented when they were written.
-        source, shard, sample = index
-        stored = self.features[source]
-        views = stored.views(shard, sample, not mentions_side(caption), where)
-        return partial(stored.read, shard, sample, int(rng("view").choice(views)))
-
-    def _sample(self, index: SampleIndex) -> tuple[int, int | None]:
-        """Return the numbers of the sample in its shard and of its caption, if fixed."""
-        # A position is a sample's, whose caption is drawn on each pass, or one of its captions'.
+    def _sample_and_pair(self, index: SampleIndex) -> tuple[int, int | None]:
+        """Return the sample's number in its shard, and the pair's in the sample or None."""
+        # Positions count (image, caption) pairs with `captions: all`, else samples.
         if not self.every_caption:
             return index.position, None
-        ends = self.sources[index.source].caption_ends(index.shard)
+        ends = self.indices[index.source].caption_ends(index.shard)
         sample = int(np.searchsorted(ends, index.position, side="right"))
         return sample, index.position - (int(ends[sample - 1]) if sample else 0)
 
     def _image_id(self, source: int, raw: RawSample) -> int:
         annotation = raw.annotation
         if annotation.image_id is None:
-            # Crawls hold one image under many names.
+            # Crawls hold an image under many names: equal bytes are the same image.
             return stable_hash("bytes", raw.image_digest)
         # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
         # source name comes before the folder's number.
-        # (The word is hashed: another one would give every image another number.)
+        # The word "picture" is hashed: renaming it changes all ids.
         return stable_hash("picture", annotation.source or source, annotation.image_id)
 
     def _mask_words(
@@ -251,15 +242,14 @@ class CaptionedSamples(Dataset[Slot]):
         return torch.from_numpy(masked), torch.from_numpy(labels)
 
     def _word_patches(
-        self, raw: RawSample, number: int, caption: str, size: tuple[int, int]
+        self, raw: RawSample, caption_number: int, caption: str, size: tuple[int, int]
     ) -> Tensor | None:
-        if not self.transform.keeps_places:
+        if not self.has_word_patches:
             return None
         if self.texts != "captions":
-            return self._blank_word_patches()
-        pieces = self.text.words(caption)
-        length = self.text.max_tokens
-        patches = word_patches(raw.annotation, number, pieces, length, self.grid, size)
+            return self._blank_word_patches()  # annotations have boxes for words of captions only
+        pieces, length = self.text.words(caption), self.text.max_tokens
+        patches = word_patches(raw.annotation, caption_number, pieces, length, self.grid, size)
         return torch.from_numpy(patches)
 
     def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:
@@ -287,12 +277,13 @@ class CaptionedSamples(Dataset[Slot]):
             uniform=torch.zeros(2, dtype=torch.float64),
             valid=False,
             sample_id=NO_ID,
-            word_patches=self._blank_word_patches() if self.transform.keeps_places else None,
+            word_patches=self._blank_word_patches() if self.has_word_patches else None,
             skip=skip,
         )
 
     def collate(self, slots: Sequence[Slot]) -> Batch:
         """Stack slots into a batch."""
+        patches = [slot.word_patches for slot in slots if slot.word_patches is not None]
         return Batch(
             pixels=self._pixels(slots),
             text_ids=torch.stack([slot.text_ids for slot in slots]),
@@ -305,7 +296,7 @@ class CaptionedSamples(Dataset[Slot]):
             uniform=torch.stack([slot.uniform for slot in slots]),
             valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
             sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
-            word_patches=_optional([slot.word_patches for slot in slots]),
+            word_patches=torch.stack(patches) if patches else None,
             caption_ids=torch.tensor([slot.caption_id for slot in slots], dtype=torch.int64),
             skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
             statistics=self.inputs.statistics,
@@ -318,55 +309,49 @@ class CaptionedSamples(Dataset[Slot]):
         return pixels
 
 
-def _optional(fields: Sequence[Tensor | None]) -> Tensor | None:
-    tensors = [field for field in fields if field is not None]
-    return torch.stack(tensors) if tensors else None
-
-
 def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
-    # The memory that the main process will read: a batch of images is megabytes, and a worker
-    # would otherwise write it twice.
+    # Memory shared with the main process: a batch is megabytes, and sending it would copy it again.
     storage = torch.empty(0).untyped_storage()._new_shared(math.prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
 
-# So many shards in a row without one good sample are not the shards' fault.
+# Shards in a row without a good sample that end a run: the store is at fault, not the shards.
 _MAX_BAD_SHARDS = 16
 
-DrawnSample = tuple[SampleIndex, RawSample | BadSample]
 
-
-class ListedShards:
-    """Shards by name: of a folder, a pattern like `cc/{00000..00331}.tar`, or a `.txt` list."""
+class ShardList:
+    """Paths or URLs of a folder's shards, of a pattern `cc/{00000..00331}.tar` or a `.txt` list."""
 
     def __init__(self, path: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.outages = outages
-        # `where` is for messages: the name without its secrets.
-        self.shards = [SimpleNamespace(name=n, where=redact(n)) for n in _names(path)]
+        self.shards = _shard_paths(path)
         if not self.shards:
             raise ConfigError(f"{path}: names no shards (*.tar)")
 
     def sha256(self) -> str:
-        """Return a hash of the shards' names, wherever they lie."""
-        names = [file_of(shard.name)[1] for shard in self.shards]
+        """Return a hash of the shards' file names, without their folders."""
+        names = [file_of(shard)[1] for shard in self.shards]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
 class ResampledSamples(IterableDataset[Slot]):
-    """One rank's endless slots, shared out among its workers; `buffer` samples are shuffled."""
+    """Endless slots of one rank from shards drawn with replacement, `buffer` samples shuffled.
+
+    Each of the rank's workers draws shards of its own.
+    """
 
     def __init__(
         self,
-        sources: Sequence[ListedShards],
+        lists: Sequence[ShardList],
         weights: Sequence[float],
         samples: CaptionedSamples,
         buffer: int,
         start: tuple[int, int, int, int],  # seed, samples consumed, rank, ranks
     ) -> None:
-        self.sources, self.samples, self.buffer, self.start = sources, samples, buffer, start
-        sizes = [len(source.shards) for source in sources]
+        self.lists, self.samples, self.buffer, self.start = lists, samples, buffer, start
+        sizes = [len(shard_list.shards) for shard_list in lists]
         self._shards = [(source, n) for source, size in enumerate(sizes) for n in range(size)]
         self._weights = [weights[source] for source, _ in self._shards]
 
@@ -375,36 +360,40 @@ class ResampledSamples(IterableDataset[Slot]):
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         seed, consumed, rank, ranks = self.start
         first, step = rank * workers + number, ranks * workers
-        # A resumed run draws fresh shards: what a worker has in its buffer is in no checkpoint.
+        # A resumed run draws other shards: checkpoints do not hold the workers' buffers.
         rng = random.Random(f"{seed} {consumed} {first} of {step}")
         read = partial(self._read, rng, range(first, 2**62, step))
         shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
         for index, sample in webdataset.DataPipeline(read, shuffle):
             yield self.samples.slot(consumed, index, sample)
 
-    def _read(self, rng: random.Random, visits: range) -> Iterator[DrawnSample]:
-        bad_shards, last = 0, ""
+    def _read(
+        self, rng: random.Random, visits: range
+    ) -> Iterator[tuple[SampleIndex, RawSample | BadSample]]:
+        bad_shards, problem = 0, ""
         for visit in visits:
             if bad_shards == _MAX_BAD_SHARDS:
-                raise DataError(f"{bad_shards} shards in a row gave nothing, the last one: {last}")
-            source, shard = rng.choices(self._shards, self._weights)[0]
-            listed = self.sources[source]
-            bad_shards, last = bad_shards + 1, listed.shards[shard].where
-            for position, sample in enumerate(_samples(listed, shard)):
+                raise DataError(
+                    f"{bad_shards} shards in a row hold no good sample, the last one: {problem}"
+                )
+            source, number = rng.choices(self._shards, self._weights)[0]
+            shard, outages = self.lists[source].shards[number], self.lists[source].outages
+            bad_shards, problem = bad_shards + 1, redact(shard)
+            for position, sample in enumerate(_read_shard(shard, outages)):
                 if isinstance(sample, RawSample):
                     bad_shards = 0
                 else:
-                    last = str(sample)
-                yield SampleIndex(source, shard, position, visit), sample
+                    problem = str(sample)
+                yield SampleIndex(source, number, position, source_pass=visit), sample
 
 
-def _names(path: str) -> list[str]:
+def _shard_paths(path: str) -> list[str]:
     if path.endswith(".txt") and not is_url(path):
         try:
             lines = lines_of(Path(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: cannot read this list of shards ({error})") from error
-        return [name for line in lines for name in _names(line.strip())]
+        return [name for line in lines for name in _shard_paths(line.strip())]
     if not is_url(path) and Path(path).is_dir():
         names = sorted(file.name for file in Path(path).glob("*.tar"))
         require_single_split(path, names)
@@ -414,26 +403,26 @@ def _names(path: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     for url in {file_of(name)[0] for name in names if is_url(name)}:
-        RemoteFolder(url)  # complains now when nothing can read it
+        RemoteFolder(url)  # raises now if no file system reads the URL
     for name in names:
         if not (file_of(name)[1] if is_url(name) else name).endswith(".tar"):
-            raise ConfigError(f"{name}: name tars, as in cc/{{00000..00331}}.tar, or their folder")
+            raise ConfigError(f"{name}: name tars, as in cc/{{00000..00331}}.tar, or a folder")
         if not is_url(name) and not Path(name).is_file():
             raise ConfigError(f"{name}: there is no such shard")
     return names
 
 
-def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample]:
-    """Yield the samples of a shard, and a bad one if it is damaged, empty or unreachable."""
-    name, where = source.shards[shard].name, source.shards[shard].where
+def _read_shard(path: str, outages: OutageConfig) -> Iterator[RawSample | BadSample]:
+    """Yield the samples of a shard; a BadSample at the end if it is damaged, empty or missing."""
+    where = redact(path)
     try:
-        # A copy without a name: whatever ends this process, nothing of it stays behind.
-        with tempfile.TemporaryFile() if is_url(name) else open(name, "rb") as file:
-            if is_url(name):
-                folder, remote = file_of(name)
+        # A download without a name: no copy stays behind, however this process ends.
+        with tempfile.TemporaryFile() if is_url(path) else open(path, "rb") as file:
+            if is_url(path):
+                folder, name = file_of(path)
                 target = f"/proc/self/fd/{file.fileno()}"
-                fetch = partial(RemoteFolder(folder, source.outages).fetch, remote, target)
-                with_retries(fetch, source.outages.seconds, where)
+                fetch = partial(RemoteFolder(folder, outages).fetch, name, target)
+                with_retries(fetch, outages.seconds, where)
             tar = ShardFile(file.fileno(), where)
             samples, problem, _ = tar.list_samples()
             for sample in samples:
@@ -445,9 +434,9 @@ def _samples(source: ListedShards, shard: int) -> Iterator[RawSample | BadSample
                 yield BadSample("corrupt shard", f"{where} ({problem or 'it holds nothing'})")
     except (OSError, Unreachable) as error:
         missing = BadSample("missing shard", f"{where} ({error})")
-        if is_url(name) and source.outages.policy != "skip":
-            down = isinstance(error, Unreachable)
-            raise outage_error(missing, source.outages.policy, down) from error
+        if is_url(path) and outages.policy != "skip":
+            may_pass = isinstance(error, Unreachable)
+            raise outage_error(missing, outages.policy, may_pass) from error
         yield missing
 
 
@@ -455,10 +444,12 @@ __all__ = ["DataError", "PretrainData"]
 
 
 class PretrainData(OrderedData):
-    """The batches of a pretraining, the same for any number of ranks and workers.
+    """Batches of pretraining: the same for any number of ranks and workers if shards have an index.
 
     `batch` is the global batch size; `text` is by default the configuration's tokenizer.
     """
+
+    samples: CaptionedSamples
 
     def __init__(
         self,
@@ -470,55 +461,59 @@ class PretrainData(OrderedData):
     ) -> None:
         self.config, self.seed = config, seed
         self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
-        _require_fit(config, inputs, self.text)
+        if self.text.vocab_size > inputs.vocab_size:
+            raise ConfigError(
+                f"the vocabulary {config.vocabulary} has {self.text.vocab_size} tokens, more than "
+                f"model.text.vocab_size {inputs.vocab_size}"
+            )
         self.preprocessing = Preprocessing(inputs.image_size, *inputs.statistics)
         self.cache = None
         if config.cache is not None:
             self.cache = ShardCache(config.cache.folder, config.cache.limit)
-        self.sources: list[ShardIndex] = []
-        self.listed: list[ListedShards] = []
+        # Sources with an index, or with `epoch_samples` lists of shards; the other one is empty.
+        self.indices: list[ShardIndex] = []
+        self.shard_lists: list[ShardList] = []
         sampler: TrainingSampler | EndlessSampler
         if config.epoch_samples is not None:
-            self.listed = [ListedShards(source.path, config.outages) for source in config.sources]
+            self.shard_lists = [ShardList(entry.path, config.outages) for entry in config.sources]
             sampler = EndlessSampler(config.epoch_samples, batch)
         else:
-            self.sources = [
-                ShardIndex.open(source.path, self.cache, config.outages)
-                for source in config.sources
+            self.indices = [
+                ShardIndex.open(entry.path, self.cache, config.outages) for entry in config.sources
             ]
-            order = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
-            sampler = order(
-                [_sampler_source(config, *pair) for pair in zip(config.sources, self.sources)],
+            sampler_class = SlidingSampler if config.shuffle == "sliding" else TrainingSampler
+            sampler = sampler_class(
+                [_sampler_source(config, *pair) for pair in zip(config.sources, self.indices)],
                 config.canonical_streams,
                 config.shuffle_window,
                 seed,
             )
-        self.features = features = None
+        self.features = source_features = None
         if config.features is not None:
             self.features = StoredFeatures(config.features)
             augment = None if config.augment.keeps_images else config.augment
-            features = self.features.require(self.preprocessing, self.sources, augment)
-        self.captioned = CaptionedSamples(
-            self.sources or cast("Sequence[ShardIndex]", self.listed),
+            source_features = self.features.require(self.preprocessing, self.indices, augment)
+        samples = CaptionedSamples(
+            self.indices,
             config.captions == "all",
             self.text,
             TrainTransform(config.augment, self.preprocessing),
             inputs,
             seed,
             config.texts,
-            features,
+            source_features,
         )
-        remote = any(index.is_remote for index in self.sources)
+        is_remote = any(index.is_remote for index in self.indices)
         super().__init__(
             sampler,
-            self.captioned,
-            self.captioned.collate,
+            samples,
+            samples.collate,
             batch,
             config.workers,
-            prefetch=partial(_prefetch, self.sources) if remote else None,
+            prefetch=partial(_prefetch, self.indices) if is_remote else None,
         )
-        hashes = [shards_sha256(index.shards) for index in self.sources]
-        hashes += [listed.sha256() for listed in self.listed]
+        hashes = [shards_sha256(index.shards) for index in self.indices]
+        hashes += [shard_list.sha256() for shard_list in self.shard_lists]
         self.fingerprint = {f"source {n}": digest for n, digest in enumerate(hashes)}
         self.fingerprint["vocabulary"] = self.text.sha256()
         if self.features is not None:
@@ -528,27 +523,28 @@ class PretrainData(OrderedData):
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
     ) -> DataLoader[Any]:
         if self.config.epoch_samples is None:
-            self._require_room(consumed, rank, world_size)
+            self._require_cache_room(consumed, rank, world_size)
             return super()._loader(consumed, rank, world_size, stop_after)
         config = self.config
         samples = ResampledSamples(
-            self.listed,
-            [source.weight for source in config.sources],
-            self.captioned,
+            self.shard_lists,
+            [entry.weight for entry in config.sources],
+            self.samples,
             config.shuffle_window,
             (self.seed, consumed, rank, world_size),
         )
         return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
 
-    def _require_room(self, consumed: int, rank: int, world_size: int) -> None:
+    def _require_cache_room(self, consumed: int, rank: int, world_size: int) -> None:
         """Refuse a cache that is too small for the shards that one rank reads at a time."""
         if self.cache is None:
             return
         assert isinstance(self.sampler, TrainingSampler)
         needed = 0
-        share = rank, world_size
-        for source, shard in concurrent_shards(self.sampler, self.batch, consumed, *share):
-            index = self.sources[source]
+        for source, shard in concurrent_shards(
+            self.sampler, self.batch, consumed, rank, world_size
+        ):
+            index = self.indices[source]
             needed += int(index.shards.bytes[shard]) if index.is_remote else 0
         if needed > self.cache.limit:
             raise ConfigError(
@@ -558,22 +554,14 @@ class PretrainData(OrderedData):
             )
 
 
-def _sampler_source(config: DataConfig, source: SourceConfig, index: ShardIndex) -> Source:
+def _sampler_source(config: DataConfig, entry: SourceConfig, index: ShardIndex) -> Source:
     if not len(index):
-        raise ConfigError(f"{source.path}: its shards hold no samples")
+        raise ConfigError(f"{entry.path}: its shards hold no samples")
     if config.captions == "one":
-        return Source(index.shards.samples, source.weight)
+        return Source(index.shards.samples, entry.weight)
     index.require_captions()
-    return Source(index.shards.pairs, source.weight)
+    return Source(index.shards.pairs, entry.weight)
 
 
-def _prefetch(sources: Sequence[ShardIndex], source: int, shard: int) -> None:
-    sources[source].prefetch(shard)
-
-
-def _require_fit(config: DataConfig, inputs: Inputs, text: TextProcessor) -> None:
-    if text.vocab_size > inputs.vocab_size:
-        raise ConfigError(
-            f"the vocabulary {config.vocabulary} has {text.vocab_size} tokens, but "
-            f"model.text.vocab_size is {inputs.vocab_size}"
-        )
+def _prefetch(indices: Sequence[ShardIndex], source: int, shard: int) -> None:
+    indices[source].prefetch(shard)

@@ -1,4 +1,4 @@
-"""The fields of one sample's JSON, `KEY.json` of a shard."""
+"""Schema of a sample's annotation, `KEY.json` in a shard."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ SCHEMA_VERSION = 1
 
 TextKind = Literal["captions", "expressions"]
 
-# Characters of a caption that are read. A model takes some dozens of words; a tokenizer given a
-# megabyte takes seconds and hundreds of megabytes.
-MAX_CAPTION = 10_000
+# Longer captions are cut: models read some dozens of words, and a tokenizer takes seconds and
+# hundreds of megabytes for a text of a megabyte.
+MAX_CAPTION = 10_000  # characters
 
 
-def _has_no_negative_side(box: list[float]) -> list[float]:
+def _require_size(box: list[float]) -> list[float]:
     if box[2] < 0 or box[3] < 0:
         raise ValueError(f"a box is [x, y, width, height], but {box} has a negative side")
     return box
 
 
-# A corner may lie outside of the image, as it does in some published annotations.
+# [x, y, width, height] in pixels; may overhang the image, as in some published annotations.
 Box = Annotated[
     list[Annotated[float, Field(allow_inf_nan=False)]],
     Field(min_length=4, max_length=4),
-    AfterValidator(_has_no_negative_side),
+    AfterValidator(_require_size),
 ]
 
 
 class _Part(BaseModel):
-    # Unknown keys stay: img2dataset and other tools write many of their own (url, width, exif...),
-    # and a shard must survive being read and written again.
+    # Rewriting a shard keeps unknown keys: img2dataset and other tools add url, width, exif, ...
     model_config = ConfigDict(extra="allow", frozen=True, coerce_numbers_to_str=True)
 
 
@@ -61,16 +60,16 @@ class Expression(_Part):
 
 
 class Word(_Part):
-    """A word of a caption, and the boxes that it may name (`box` and `others`)."""
+    """A word of a caption with the box that it names; it may also name one of `others`."""
 
-    # Values are never converted: a converted index could point at another word.
+    # Strict: an index converted from another type could point at another word.
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
 
     caption: int = Field(ge=0)
-    # Words and punctuation marks of the caption count, as BERT splits them.
+    # Among the caption's words and punctuation marks, as BERT splits them.
     index: int = Field(ge=0)
     word: str
-    # `colour`, `shape`, `object`, or `objects` where several things have the name.
+    # `colour`, `shape`, `object`, or `objects` if several objects have the name.
     kind: str
     box: Annotated[Box, Field(strict=False)]
     others: list[Annotated[Box, Field(strict=False)]] | None = None
@@ -88,7 +87,7 @@ class Annotation(_Part):
     premise: str | None = None
     hypothesis: str | None = None
     statement: str | None = None
-    label: StrictBool | str | None = None  # strict: class 0 is not False, but "0"
+    label: StrictBool | str | None = None  # strict, so that class 0 becomes "0" and not False
     questions: list[Question] | None = None
     expressions: list[Expression] | None = None
     # [x, y, width, height] in pixels of the upright stored image.
@@ -103,7 +102,7 @@ class Annotation(_Part):
 
 
 def texts_of(annotation: Annotation, kind: TextKind = "captions") -> list[str]:
-    """Return an image's captions, or the referring expressions of its objects."""
+    """Return an image's captions, or its non-empty referring expressions."""
     if kind == "captions":
         return captions_of(annotation)
     texts = (expression.text.strip() for expression in annotation.expressions or ())
@@ -125,7 +124,7 @@ def all_texts_of(annotation: Annotation) -> list[str]:
 
 
 def captions_of(annotation: Annotation) -> list[str]:
-    """Return the stripped captions, else the single `caption`, cut to MAX_CAPTION; may be empty."""
+    """Return the non-empty `captions`, else the `caption`, stripped and cut to MAX_CAPTION."""
     texts = _raw_captions(annotation)
     return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
 
@@ -135,7 +134,7 @@ def _marks() -> dict[int, int | None]:
     marks = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
     for code in range(128, 1 << 16):
         category = unicodedata.category(chr(code))
-        # Typographic quotes and characters that are not seen go; other marks part words.
+        # Invisible characters and typographic quotes go; other punctuation separates words.
         if category in ("Cf", "Pi", "Pf"):
             marks[code] = None
         elif category[0] == "P":
@@ -144,13 +143,13 @@ def _marks() -> dict[int, int | None]:
 
 
 def normalised_caption(text: str) -> str:
-    """Return a caption without case, punctuation and repeated blanks; equal ones say the same."""
+    """Return a caption in lower case without punctuation and repeated spaces, for comparison."""
     plain = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(plain.translate(_marks()).split()) or plain
 
 
 def caption_numbers(annotation: Annotation) -> list[int]:
-    """Return the places, among all captions of an annotation, of those that `captions_of` gives."""
+    """Return the indices of the captions of `captions_of` among all of the annotation."""
     return [number for number, text in enumerate(_raw_captions(annotation)) if text.strip()]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlp.data.schema import Annotation, Answer, Expression, Question, Word
-from vlp.scenes.captions import SceneCaption, captions, word_objects
+from vlp.scenes.captions import SceneCaption, captions
 from vlp.scenes.expressions import expressions
 from vlp.scenes.graph import Scene, relations
 from vlp.scenes.negatives import SwapPair
@@ -16,12 +16,11 @@ from vlp.scenes.snli_ve import SnliVeTriple
 from vlp.scenes.vqa import questions
 
 SOURCE = "scenes"
-# Answers per question, as in VQA.
-ANNOTATORS = 10
+ANNOTATORS = 10  # answers per question, as in VQA
 
 
 def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Annotation:
-    """Annotate a scene with captions (by default its own) and all that its graph gives."""
+    """Annotate a scene with captions (default: `captions`), expressions, questions and boxes."""
     texts = captions(scene) if texts is None else texts
     return Annotation(
         captions=[caption.text for caption in texts],
@@ -45,16 +44,22 @@ def annotation(scene: Scene, texts: Sequence[SceneCaption] | None = None) -> Ann
             for item in questions(scene)
         ],
         words=[
-            Word(caption=number, index=index, word=word, kind=kind, box=list(box))
+            Word(
+                caption=number,
+                index=word.position,
+                word=word.word,
+                kind=word.kind,
+                box=list(scene.objects[word.obj].box),
+            )
             for number, caption in enumerate(texts)
-            for index, word, kind, box in word_objects(caption, scene)
+            for word in caption.words
         ],
         scene=graph_of(scene),
     )
 
 
 def graph_of(scene: Scene) -> dict[str, Any]:
-    """Return the graph in JSON's types; relations are [object, relation, object] by number."""
+    """Return the scene in JSON's types; relations are [object index, relation, object index]."""
     graph: dict[str, Any] = {
         "image_size": scene.image_size,
         "background": list(scene.background),
@@ -67,7 +72,7 @@ def graph_of(scene: Scene) -> dict[str, Any]:
 
 
 def swap_annotation(pair: SwapPair) -> Annotation:
-    """Annotate a hard negative; `scene["swap"]["foil"]` is the second image's caption."""
+    """Annotate a hard negative; `scene["swap"]` holds the twin image's graph and caption."""
     return Annotation(
         caption=pair.caption.text,
         source=SOURCE,
@@ -81,7 +86,7 @@ def swap_annotation(pair: SwapPair) -> Annotation:
 
 
 def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
-    """Annotate a statement about two images, the left one first, or three boxes."""
+    """Annotate a statement about two images or about three boxes."""
     scene: dict[str, Any]
     if isinstance(statement, Statement):
         scene = {"left": graph_of(statement.left), "right": graph_of(statement.right)}
@@ -97,7 +102,7 @@ def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
 
 
 def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
-    """Annotate an SNLI-VE triple; its image has a curtain (`cover`)."""
+    """Annotate an SNLI-VE triple, whose image has a curtain (`cover`)."""
     return Annotation(
         premise=triple.premise,
         hypothesis=triple.hypothesis,

@@ -1,4 +1,4 @@
-"""Captions that identify their image by colour, shape, size, place or relation of each object."""
+"""Captions that identify their image by each object's colour, shape, size, place or relation."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.data.stream.rng import make_rng
-from vlp.scenes.graph import Box, Meaning, Scene, main_relation, nearness
+from vlp.scenes.graph import Meaning, Scene, main_relation, nearness
 
 MAX_WORDS = 18  # with punctuation; 20 tokens with [CLS] and [SEP]
 
 CAPTIONS = 5
-SIZE_SHARE = 1.0  # probability of a size; a single object always has one
 
 # Slots: `N0` is the noun phrase of object 0 with article, `T0` without; `P0` its place, `C0` the
 # same in telegram style; `R01` the relation of object 0 to object 1, `B01` the same with object 1
-# as 'it'; `A01` tells near or far. All other words are literal.
-# Most patterns say where every object lies: with captions that mostly tell relations, a few minutes
-# of training reach much lower recall.
+# as 'it'; `A01` near or far. Other words are literal.
+# Most patterns give the place of every object: with captions of relations, a few minutes of
+# training reach much lower recall.
 PATTERNS = {
     1: (
         "N0 P0",
@@ -57,7 +56,7 @@ PATTERNS = {
         "N0 with N1 B10 and N2 B20",
     ),
 }
-# Claims about the whole image, which another object makes false.
+# Patterns that another object in the image makes false.
 EXHAUSTIVE = ("only N0 P0", "nothing but N0 P0", "one T0 P0")
 
 RELATION_WORDS = {
@@ -72,7 +71,7 @@ BACK_WORDS = {
     "above": ("above it", "over it"),
     "below": ("below it", "under it"),
 }
-# One word each: of two, the one would tell the other when it alone is masked.
+# Single words: in a phrase of two, a masked word would follow from the other.
 NEARNESS_WORDS = {"near": ("close", "together"), "far": ("apart", "distant")}
 SIZE_WORDS = {"small": ("small", "small", "little"), "large": ("large", "large", "big")}
 
@@ -94,7 +93,7 @@ _SLOT = re.compile(r"([NTPCRBA])(\d)(\d?)")
 
 
 class ObjectWord(NamedTuple):
-    """The word at `position` of a text names the `kind` (colour or shape) of object `obj`."""
+    """Word `position` (as in `words_of`), which names the colour or shape of object `obj`."""
 
     position: int
     word: str
@@ -103,7 +102,7 @@ class ObjectWord(NamedTuple):
 
 
 class SceneCaption(NamedTuple):
-    """A sentence, its claim, and its words that name objects."""
+    """A sentence, its claim, and the words that name objects."""
 
     text: str
     meaning: Meaning
@@ -116,13 +115,13 @@ def article(word: str) -> str:
 
 
 def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
-    """Write up to `count` captions of different patterns, seeded by the scene's key."""
+    """Write up to `count` different captions, seeded by the scene's key."""
     if count < 1:
         raise ValueError(f"captions must be at least 1, got {count}")
     rng = make_rng(0, 0, scene.key, "captions")
     patterns = PATTERNS[len(scene.objects)]
     written: dict[str, SceneCaption] = {}
-    # Each round adds one caption or, nearly always, several.
+    # A round uses each pattern once; texts that repeat or are too long make more rounds necessary.
     for _ in range(count):
         for pattern in rng.permutation(len(patterns)):
             caption = write(scene, patterns[int(pattern)], rng)
@@ -137,17 +136,18 @@ def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption 
     """Fill a pattern for the scene; None if over `MAX_WORDS` even without sizes."""
     count = len(scene.objects)
     order = [int(number) for number in rng.permutation(count)]
-    sizes = [bool(sized) for sized in rng.random(count) < (SIZE_SHARE if count > 1 else 1.0)]
+    rng.random(count)  # without use; later draws would change without it
+    sizes = [True] * count
     style = draw_style(rng)
-    # Sizes are left out one by one, in random order, until the caption is short enough.
+    # Leave out sizes one by one, in random order, until the caption is short enough.
     while True:
         caption = fill(scene, pattern, order, sizes, style)
         if len(words_of(caption.text)) <= MAX_WORDS:
             return caption
-        sized = [number for number in range(count) if sizes[number]]
-        if not sized:
+        remaining = [number for number in range(count) if sizes[number]]
+        if not remaining:
             return None
-        sizes[sized[int(rng.integers(len(sized)))]] = False
+        sizes[remaining[int(rng.integers(len(remaining)))]] = False
 
 
 def words_of(text: str) -> list[str]:
@@ -155,26 +155,22 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def word_objects(caption: SceneCaption, scene: Scene) -> list[tuple[int, str, str, Box]]:
-    """List words that name objects: (position in `words_of`, word, 'colour' or 'shape', box)."""
-    return [
-        (word.position, word.word, word.kind, scene.objects[word.obj].box) for word in caption.words
-    ]
-
-
 def draw_style(rng: np.random.Generator) -> list[int]:
-    """Draw the choices between equal wordings, one for each slot of a pattern."""
+    """Draw numbers that choose a synonym for each slot of a pattern."""
     return [int(number) for number in rng.integers(1 << 16, size=16)]
 
 
 def fill(
     scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
 ) -> SceneCaption:
-    """Fill a pattern with the scene's objects in an `order`, some with `sizes`, in a wording."""
+    """Fill a pattern: its object n is `order[n]`; `sizes`, by object, tell whether to name sizes.
+
+    `style` (of `draw_style`) chooses among synonyms.
+    """
     words: list[str] = []
     object_words: list[ObjectWord] = []
     relations: list[tuple[int, str, int]] = []
-    objects_with_place: set[int] = set()
+    placed: set[int] = set()  # objects of the pattern
     for position, token in enumerate(pattern.split()):
         slot = _SLOT.fullmatch(token)
         if slot is None:
@@ -195,7 +191,7 @@ def fill(
         elif kind in "PC":
             place = _choose(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
             words += place.split()
-            objects_with_place.add(first)
+            placed.add(first)
         else:
             second = int(slot[3])
             pair = order[first], order[second]
@@ -209,11 +205,11 @@ def fill(
             "shape",
             "colour",
             *["size"] * sizes[number],
-            *["place"] * (position in objects_with_place),
+            *["place"] * (position in placed),
         )
         for position, number in enumerate(order)
     )
-    # The claim holds exactly what the words say, so it can be checked against other images.
+    # The claim is exactly that of the words, so that other images can be checked against it.
     meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
     return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(object_words))
 

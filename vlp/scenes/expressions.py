@@ -1,8 +1,9 @@
-"""Referring expressions: phrases that mean exactly one object of the scene, with its box."""
+"""Referring expressions: phrases that fit exactly one object of a scene."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from vlp.scenes.graph import Meaning, ObjectPhrase, Scene, holds, main_relation,
 
 
 class ReferringExpression(NamedTuple):
-    """A phrase, its object, and its claim; the claim's first noun is the object."""
+    """A phrase, the index of its object, and its claim, whose first noun is the object."""
 
     text: str
     obj: int
@@ -21,42 +22,36 @@ class ReferringExpression(NamedTuple):
 
 
 def expressions(scene: Scene) -> list[ReferringExpression]:
-    """Return up to three unambiguous phrases per object: by looks, by place and by relation."""
+    """Return up to three unambiguous phrases per object: by attributes, place and relation."""
     rng = make_rng(0, 0, scene.key, "expressions")
     phrases: list[ReferringExpression] = []
     for number in range(len(scene.objects)):
-        for candidates in (_looks, _places, _relations):
-            phrase = next(
-                (
-                    candidate
-                    for candidate in candidates(scene, number, rng)
-                    if is_unique(candidate, scene)
-                ),
-                None,
-            )
-            if phrase is not None:
-                phrases.append(phrase)
+        for candidates in (_attributes, _places, _relations):
+            unique = (c for c in candidates(scene, number, rng) if is_unique(c, scene))
+            phrases.extend(islice(unique, 1))
     return phrases
 
 
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
-    """Return whether the phrase means its object for sure, and no other one even leniently."""
-    # Lenient first: it excludes more, and what holds strictly is part of what holds leniently.
+    """Return whether the phrase fits its object strictly, and leniently fits no other."""
+    # The lenient reading first, as it excludes more candidates.
     return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
         expression.meaning, scene
     )
 
 
 def noun_words(noun: ObjectPhrase) -> str:
-    """Return a noun as words without article and place, such as 'small red circle' or 'circle'."""
+    """Return a noun phrase without article and place: 'small red circle', 'circle'."""
     words = (noun.size, noun.colour, noun.shape or "object")
     return " ".join(word for word in words if word)
 
 
-# The makers yield candidates one by one, most of which are never asked for.
+# Generators, as most candidates are never needed.
 
 
-def _looks(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[ReferringExpression]:
+def _attributes(
+    scene: Scene, number: int, rng: np.random.Generator
+) -> Iterator[ReferringExpression]:
     obj = scene.objects[number]
     short = [obj.phrase("shape"), obj.phrase("colour"), obj.phrase("size")]
     pairs = (("shape", "colour"), ("shape", "size"), ("colour", "size"))
@@ -81,13 +76,13 @@ def _relations(
         if other == number:
             continue
         relation = main_relation(scene, number, other)
-        mark = scene.objects[other].phrase("shape", "colour")
+        landmark = scene.objects[other].phrase("shape", "colour")
         words = RELATION_WORDS[relation][int(rng.integers(2))]
         obj = scene.objects[number]
         nouns = [obj.phrase("shape"), ObjectPhrase(), obj.phrase("colour")]
         for noun in _rotated(nouns, rng):
-            text = f"the {noun_words(noun)} {words} the {noun_words(mark)}"
-            yield ReferringExpression(text, number, Meaning((noun, mark), ((0, relation, 1),)))
+            text = f"the {noun_words(noun)} {words} the {noun_words(landmark)}"
+            yield ReferringExpression(text, number, Meaning((noun, landmark), ((0, relation, 1),)))
 
 
 def _rotated(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:

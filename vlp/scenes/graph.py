@@ -3,8 +3,8 @@
 All text of an image is derived from its graph, so captions, questions and expressions agree.
 """
 
-# Vague words ('left of', 'at the top') have two readings: strict truth is surely true, lenient
-# falsehood surely false, and no text of the corpus lies between.
+# Vague words ('left of', 'at the top') have a strict and a lenient reading. Texts of the corpus are
+# true in the strict reading, or false even in the lenient one.
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ RELATIONS = ("left", "right", "above", "below")
 NEARNESS = ("near", "far")
 INVERSE = {"left": "right", "right": "left", "above": "below", "below": "above"}
 
-# Positions are whole 64ths of the side, equal at every image size.
-LATTICE = 64
-# 64ths between two centres that are clearly left of or above one another.
-CLEAR = 8
-# 64ths between boxes: at most NEAR is near, at least FAR is far.
-NEAR, FAR = 16, 24
+LATTICE = 64  # positions are whole 64ths of the side, equal at every image size
+CLEAR = 8  # 64ths between two centres of which one is clearly left of or above the other
+NEAR, FAR = 16, 24  # 64ths between boxes: at most NEAR is near, at least FAR is far
 
 Box = tuple[float, float, float, float]
 
 
 def place_name(row: int, column: int) -> str:
-    """Name the cell of a 3 x 3 grid: 'top left', 'top', ..., 'centre', ..., 'bottom right'."""
+    """Return the name of a cell of the 3 x 3 grid: 'top left', 'top', ..., 'bottom right'."""
     names = [ROWS[row]] * (row != 1) + [COLUMNS[column]] * (column != 1)
     return " ".join(names) or "centre"
 
@@ -49,27 +46,24 @@ class Obj(NamedTuple):
     place: str
 
     def phrase(self, *attributes: str) -> ObjectPhrase:
-        """Return the phrase that gives these attributes of the object."""
+        """Return the phrase with these attributes of the object."""
         return ObjectPhrase(**{name: getattr(self, name) for name in attributes})
 
 
 class Scene(NamedTuple):
     """An image as a graph; colours are RGB in 0..255, sizes are in pixels."""
 
-    # Seeds all text of the scene.
-    key: str
+    key: str  # seeds all text of the scene
     image_size: int
     objects: tuple[Obj, ...]
     background: tuple[int, int, int]
-    # Colour of each object.
-    tints: tuple[tuple[int, int, int], ...]
-    # The place hidden by a curtain, if any.
-    cover: str | None = None
+    tints: tuple[tuple[int, int, int], ...]  # colour of each object
+    cover: str | None = None  # place behind a curtain
 
 
 def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
-    """Return (right, down) between two centres in half 64ths of the side, whole numbers."""
-    # Rounding gives the same whole numbers at every image size.
+    """Return (right, down) from the first centre to the second, in halves of 64ths of the side."""
+    # Rounded to whole numbers, which are the same at every image size.
     scale = 2 * LATTICE / image_size
     x = second.box[0] - first.box[0] + (second.box[2] - first.box[2]) / 2
     y = second.box[1] - first.box[1] + (second.box[3] - first.box[3]) / 2
@@ -77,14 +71,14 @@ def offset(first: Obj, second: Obj, image_size: int) -> tuple[int, int]:
 
 
 def gap(first: Obj, second: Obj, image_size: int) -> int:
-    """Return the wider gap of two boxes along x or y, in 64ths of the side; below 0: overlap."""
+    """Return the wider of the gaps along x and y, in 64ths of the side; negative: overlap."""
     (x, y, width, height), (x2, y2, width2, height2) = first.box, second.box
     pixels = max(x2 - x - width, x - x2 - width2, y2 - y - height, y - y2 - height2)
     return round(pixels * LATTICE / image_size)
 
 
 def nearness(scene: Scene, first: int, second: int) -> str | None:
-    """Return 'near', 'far', or None in between."""
+    """Return 'near', 'far', or None between both."""
     length = gap(scene.objects[first], scene.objects[second], scene.image_size)
     return "near" if length <= NEAR else "far" if length >= FAR else None
 
@@ -106,7 +100,7 @@ def relation_holds(
 
 
 def main_relation(scene: Scene, first: int, second: int) -> str:
-    """Return the clear relation of two objects along the axis of the wider gap."""
+    """Return the relation of two objects along the axis on which their centres differ more."""
     right, down = offset(scene.objects[first], scene.objects[second], scene.image_size)
     if abs(right) >= abs(down):
         return "left" if right > 0 else "right"
@@ -114,7 +108,7 @@ def main_relation(scene: Scene, first: int, second: int) -> str:
 
 
 def relations(scene: Scene) -> list[tuple[int, str, int]]:
-    """List the clear relations of a scene: (first object, relation, second object), both ways."""
+    """List the clear relations of all pairs, as (first object, relation, second object)."""
     numbers = range(len(scene.objects))
     return [
         (first, relation, second)
@@ -127,7 +121,7 @@ def relations(scene: Scene) -> list[tuple[int, str, int]]:
 
 
 class ObjectPhrase(NamedTuple):
-    """Attributes that a phrase gives of one object; None: any."""
+    """Attributes in a phrase about an object; None: any."""
 
     shape: str | None = None
     colour: str | None = None
@@ -135,7 +129,7 @@ class ObjectPhrase(NamedTuple):
     place: str | None = None
 
     def fits(self, obj: Obj, lenient: bool = False) -> bool:
-        """Return whether the phrase fits the object; leniently, 'top left' is at the 'top' too."""
+        """Return whether the phrase fits the object; leniently, 'top' also fits 'top left'."""
         return (
             self.shape in (None, obj.shape)
             and self.colour in (None, obj.colour)
@@ -147,7 +141,10 @@ class ObjectPhrase(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """A claim that objects fit `nouns` in `relations` (noun, relation, noun); `alone`: no more."""
+    """A claim that the scene has objects of `nouns` in `relations` (noun, relation, noun).
+
+    `alone`: it has no others. Relations name nouns by index.
+    """
 
     nouns: tuple[ObjectPhrase, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
@@ -160,19 +157,18 @@ def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
 
 
 def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]:
-    """Return the objects of the scene that can be the claim's first noun."""
+    """Return the objects that can be the claim's first noun; empty if the claim is false."""
     if meaning.alone and len(scene.objects) != len(meaning.nouns):
         return []
-    # Each noun needs an object of its own.
-    fitting = [
+    candidates = [
         [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
         for noun in meaning.nouns
     ]
     return sorted(
         {
             assignment[0]
-            for assignment in product(*fitting)
-            if len(set(assignment)) == len(assignment)
+            for assignment in product(*candidates)
+            if len(set(assignment)) == len(assignment)  # distinct objects
             and all(
                 relation_holds(scene, assignment[first], relation, assignment[second], lenient)
                 for first, relation, second in meaning.relations
@@ -182,12 +178,12 @@ def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]
 
 
 def holds(meaning: Meaning, scene: Scene, lenient: bool = False) -> bool:
-    """Return whether some choice of objects satisfies the claim."""
+    """Return whether the claim is true of the scene."""
     return bool(subjects(meaning, scene, lenient))
 
 
 def truth(meaning: Meaning, scene: Scene) -> bool | None:
-    """Return True or False for a claim that is surely so, None if readers may differ."""
+    """Return whether the claim is true; None if only in the lenient reading."""
     if holds(meaning, scene):
         return True
     return None if holds(meaning, scene, lenient=True) else False

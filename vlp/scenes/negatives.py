@@ -18,13 +18,13 @@ from vlp.scenes.sample import (
     MAX_VARIETY,
     Variety,
     held_out_pairs,
-    moved,
+    move_object,
     sample_scene,
     split_of,
     swap_family,
 )
 
-# Neither a text alone nor a bag of words can tell which image is right.
+# Neither the texts alone nor bags of words show which caption belongs to which image.
 SwapKind = Literal["place", "relation", "order", "binding", "distance"]
 SWAP_KINDS: tuple[SwapKind, ...] = get_args(SwapKind)
 
@@ -55,8 +55,7 @@ DISTANCE_PATTERNS = (
 
 _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
-# First index of scenes outside any training corpus.
-_FIRST_NEW_INDEX = 1 << 40
+_FIRST_NEW_INDEX = 1 << 40  # of scenes that no training corpus has
 
 _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
     "place": PLACE_PATTERNS,
@@ -65,7 +64,7 @@ _PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
 
 
 class SwapPair(NamedTuple):
-    """`caption` is true of `scene` and false of `twin`, `foil` the other way round."""
+    """Two images with captions: `caption` is true of `scene` only, `foil` of `twin` only."""
 
     kind: SwapKind
     scene: Scene
@@ -82,9 +81,9 @@ def sample_swap(
     image_size: int = 64,
     variety: Variety = MAX_VARIETY,
 ) -> SwapPair:
-    """Draw pair `index`, with held-out objects for `swaps` and `unseen`, without for `train`."""
-    # A `place` swap has one object, nothing of which is held out: `swaps` has new images of trained
-    # contents.
+    """Draw pair `index` of a split; only `train` has no pair of objects that is held out."""
+    # A `place` swap is about a single object, and only pairs are held out: in `swaps` it has new
+    # images of contents of training.
     if kind == "place" and split == "swaps":
         split, index = "train", index + _FIRST_NEW_INDEX
     for attempt in range(_MAX_ATTEMPTS):
@@ -102,15 +101,19 @@ def sample_swap(
             # The twin may belong to a split that training must not see.
             if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
                 continue
-            # Which of the two is 'the' image is a coin as well.
-            return swapped if rng.random() < 0.5 else _reverse(swapped)
+            if rng.random() < 0.5:
+                return swapped
+            return SwapPair(kind, swapped.twin, swapped.scene, swapped.foil, swapped.caption)
     raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
 
 
 def swap_pair(
     scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
-    """Swap objects numbered `pair` (caption's subject first); None if no caption becomes false."""
+    """Swap the objects `pair` (the caption's subject first); None if this fails.
+
+    It fails without room, or if a caption is not surely true of one image and false of the other.
+    """
     patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
@@ -119,7 +122,7 @@ def swap_pair(
     # instead. Sizes stay with their boxes.
     if kind == "place":
         pair = pair[:1]
-        twin = moved(scene, pair[0], rng)
+        twin = move_object(scene, pair[0], rng)
     elif kind == "distance":
         twin = _move_second(scene, pair[0], pair[1], rng)
     else:
@@ -135,12 +138,12 @@ def swap_pair(
 
 
 def _move_second(scene: Scene, first: int, second: int, rng: np.random.Generator) -> Scene | None:
-    """Move the second object from near to far or back along the axis; None if impossible."""
+    """Move the second object from near to far, or from far to near; None if this fails."""
     before = nearness(scene, first, second)
     if before is None or _share_patch(scene, first, second):
         return None
     for _ in range(_MAX_MOVES):
-        twin = moved(scene, second, rng)
+        twin = move_object(scene, second, rng)
         if twin is None:
             return None
         same_family = swap_family(twin, first, second) == swap_family(scene, first, second)
@@ -151,7 +154,7 @@ def _move_second(scene: Scene, first: int, second: int, rng: np.random.Generator
 
 
 def _share_patch(scene: Scene, first: int, second: int) -> bool:
-    # One patch over both objects would tell that they are near to a model without positions.
+    # A patch with both objects would show a model without positions that they are near.
     return gap(scene.objects[first], scene.objects[second], scene.image_size) <= LATTICE // 6
 
 
@@ -167,7 +170,3 @@ def _exchange(scene: Scene, first: int, second: int, attribute: Literal["colour"
         objects[second] = b._replace(box=a.box, place=a.place, size=a.size)
     key = f"{scene.key}-{attribute}-{first}-{second}"
     return scene._replace(key=key, objects=tuple(objects), tints=tuple(tints))
-
-
-def _reverse(pair: SwapPair) -> SwapPair:
-    return SwapPair(pair.kind, pair.twin, pair.scene, pair.foil, pair.caption)

@@ -1,6 +1,6 @@
-"""Statements about two images, true or false (the form of NLVR2).
+"""True or false statements about two images, like NLVR2's.
 
-Three of four statements tell where something is, and their images contain it.
+Three of four are about positions, and their images contain the objects they are about.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from vlp.scenes.sample import Split, sample_scene
 Rule = Callable[[Scene, Scene], bool | None]
 
 _MAX_ATTEMPTS = 5000
-# Too many to know by heart, few enough to keep in memory.
-_IMAGES = 1 << 15
-# Such statements can be judged on shuffled patches too.
-_SHARE_OF_WHAT = 0.25
+_IMAGES = 1 << 15  # of a split: too many to memorise, few enough for a cache
+_CONTENT_SHARE = 0.25  # of statements whose truth shuffled patches do not change
 _SIDES = ("left", "right")
 
 
@@ -57,9 +55,9 @@ def sample_statement(
     """Draw statement `index`; its images are scenes of the split."""
     key = f"statement-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "statement")
-    makers = _WHAT if rng.random() < _SHARE_OF_WHAT else _WHERE
+    makers = _ABOUT_CONTENT if rng.random() < _CONTENT_SHARE else _ABOUT_POSITIONS
     text, rule = makers[int(rng.integers(len(makers)))](rng)
-    # The label is drawn before the images, so that the text alone gives 50 %.
+    # The label is drawn before the images, so that the text alone predicts 50 % of labels.
     label = bool(rng.random() < 0.5)
     for _ in range(_MAX_ATTEMPTS):
         left, right = (
@@ -75,7 +73,7 @@ def _image(seed: int, number: int, split: Split, image_size: int) -> Scene:
     return sample_scene(seed, number, split, image_size)
 
 
-def _more(rng: np.random.Generator) -> tuple[str, Rule]:
+def _compare_counts(rng: np.random.Generator) -> tuple[str, Rule]:
     compare: Callable[[int, int], bool]
     if rng.random() < 1 / 3:
         text, compare = "both pictures show the same number of objects", operator.eq
@@ -102,7 +100,7 @@ def _in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
     )
 
 
-def _in_all(rng: np.random.Generator) -> tuple[str, Rule]:
+def _total_count(rng: np.random.Generator) -> tuple[str, Rule]:
     number = int(rng.integers(3, 6))
     word = ("three", "four", "five")[number - 3]
     return (
@@ -120,8 +118,8 @@ def _sizes(rng: np.random.Generator) -> tuple[str, Rule]:
 
 
 def _relation(rng: np.random.Generator) -> tuple[str, Rule]:
-    # Colours only: a relation between shapes may be one that the split never shows. Of two objects
-    # of one colour, one nearly always is above the other, and one left of it.
+    # Two different colours: splits hold out relations of shapes, and two objects of one colour
+    # nearly always make the statement true.
     first, second = (
         ObjectPhrase(colour=COLOURS[number])
         for number in rng.choice(len(COLOURS), size=2, replace=False)
@@ -154,7 +152,6 @@ def _place(rng: np.random.Generator) -> tuple[str, Rule]:
 def _place_in_both(rng: np.random.Generator) -> tuple[str, Rule]:
     place, words = _some_place(rng)
     meaning = Meaning((ObjectPhrase(place=place),))
-
     return (
         f"both pictures show an object {words}",
         lambda left, right: every([truth(meaning, left), truth(meaning, right)]),
@@ -173,7 +170,7 @@ def _place_in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
 
 
 def _where_shown(premise: Meaning, claim: Meaning, scene: Scene) -> bool | None:
-    """Return the truth of `claim` in images for which `premise` holds, None in others."""
+    """Return the truth of `claim` for a scene of which `premise` is true, None for others."""
     return truth(claim, scene) if holds(premise, scene) else None
 
 
@@ -195,5 +192,5 @@ def _coarse_noun(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     return ObjectPhrase(colour=colour), f"something {colour}"
 
 
-_WHAT = (_more, _both, _in_single_image, _in_all, _sizes)
-_WHERE = (_relation, _place, _place_in_both, _place_in_single_image)
+_ABOUT_CONTENT = (_compare_counts, _both, _in_single_image, _total_count, _sizes)
+_ABOUT_POSITIONS = (_relation, _place, _place_in_both, _place_in_single_image)

@@ -1,4 +1,4 @@
-"""Draw a scene with PIL, anti-aliased, at the image size the scene was drawn for."""
+"""Rendering of a scene with Pillow, anti-aliased, at its image size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from PIL import Image, ImageDraw
 from vlp.scenes.graph import PLACES, Box, Scene
 
 SUPERSAMPLING = 4
-# Stripes; no object has these colours.
-CURTAIN = ((92, 84, 78), (120, 110, 102))
+CURTAIN = ((92, 84, 78), (120, 110, 102))  # stripes, in colours that no object has
 
 Point = tuple[float, float]
 
@@ -25,12 +24,12 @@ def render(scene: Scene) -> Image.Image:
         _draw(canvas, obj.shape, obj.box, colour)
     if scene.cover is not None:
         _draw_curtain(canvas, cover_box(scene.cover, scene.image_size))
-    # A box filter over whole pixels: exact coverage, and several times faster than Lanczos.
+    # A box filter: exact coverage of pixels, several times as fast as Lanczos.
     return image.reduce(SUPERSAMPLING)
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG, lossless, so that colours and edges are the same everywhere."""
+    """Encode an image as PNG, whose pixels are the same with any decoder."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", compress_level=6)
     return buffer.getvalue()
@@ -44,9 +43,9 @@ def cover_box(place: str, image_size: int) -> Box:
 
 
 def outline(shape: str, box: Box) -> list[Point]:
-    """Return the corners of a polygon shape that touches all four sides of its box."""
+    """Return the corners of a polygon that touches all four sides of its box."""
     if shape not in _UNIT_OUTLINES:
-        raise ValueError(f"{shape!r} is no polygon, expected one of {sorted(_UNIT_OUTLINES)}")
+        raise ValueError(f"{shape!r} is not a polygon; there are {sorted(_UNIT_OUTLINES)}")
     x, y, width, height = box
     return [(x + width * u, y + height * v) for u, v in _UNIT_OUTLINES[shape]]
 
@@ -56,7 +55,7 @@ def _draw(canvas: ImageDraw.ImageDraw, shape: str, box: Box, colour: tuple[int, 
     if shape == "circle":
         canvas.ellipse((x, y, x + width - 1, y + height - 1), fill=colour)
     else:
-        # PIL includes the last pixel, so the box is one supersampled pixel narrower.
+        # Pillow draws the last pixel too, so the box is one supersampled pixel narrower.
         canvas.polygon(outline(shape, (x, y, width - 1, height - 1)), fill=colour)
 
 
@@ -75,10 +74,7 @@ def _star() -> list[Point]:
         radius = 1.0 if corner % 2 == 0 else 0.45
         angle = math.pi * corner / 5
         points.append((radius * math.sin(angle), -radius * math.cos(angle)))
-    return _fill_unit_box(points)
-
-
-def _fill_unit_box(points: list[Point]) -> list[Point]:
+    # Stretched to the unit square.
     left, top = (min(point[axis] for point in points) for axis in (0, 1))
     right, bottom = (max(point[axis] for point in points) for axis in (0, 1))
     return [((x - left) / (right - left), (y - top) / (bottom - top)) for x, y in points]

@@ -1,4 +1,4 @@
-"""Scenes drawn by (seed, split, index), in pixels of any image size."""
+"""Random scenes by (seed, split, index), the same at any image size."""
 
 from __future__ import annotations
 
@@ -34,29 +34,28 @@ UNSEEN_FAMILIES = frozenset(
         ("vertical", ("cross", "star")),
     }
 )
-# One in 10 families of swaps is held out, and one in 8 contents for validation.
-SWAP_SHARE = 10
-VAL_SHARE = 8
+SWAP_SHARE = 10  # a tenth of the families of swaps is held out
+VAL_SHARE = 8  # an eighth of the contents is for validation
 
 
 def split_of(scene: Scene) -> Split:
-    """Return the split of a scene, from its contents alone, whatever the seed."""
-    # Some pair of objects has a relation between shapes that training never shows.
+    """Return the split of a scene, a function of its contents alone."""
+    # A pair of objects has a relation between shapes that training never shows.
     if held_out_pairs(scene, "unseen"):
         return "unseen"
-    # Some pair belongs to a held-out family: a direction (horizontal or vertical) and the pair's
-    # colours and shapes in any order. A caption and its swapped twins are held out together, as a
-    # model could know the true one from its text otherwise.
+    # A pair belongs to a held-out family: a direction (horizontal or vertical) with colours and
+    # shapes in any order. Captions and their swapped twins are of one family, as a model could
+    # otherwise recognise the true one by its text.
     if held_out_pairs(scene, "swaps"):
         return "swaps"
-    # Colours, shapes and main relations; of a single object its place.
+    # By colours, shapes and main relations, or by the place of a single object.
     if _in_share(VAL_SHARE, "content", *content(scene)):
         return "val"
     return "train"
 
 
 def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tuple[int, int]]:
-    """Return the pairs of objects by which a split is held out from training."""
+    """Return the pairs of objects that belong to a split, not to training."""
     pairs = combinations(range(len(scene.objects)), 2)
     if split == "unseen":
         return [pair for pair in pairs if _shape_family(scene, *pair) in UNSEEN_FAMILIES]
@@ -64,7 +63,7 @@ def held_out_pairs(scene: Scene, split: Literal["swaps", "unseen"]) -> list[tupl
 
 
 def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
-    """Return a pair's direction, colours and shapes, which relation and attribute swaps keep."""
+    """Return a pair's direction, colours and shapes, which a swap of positions or colours keeps."""
     a, b = scene.objects[first], scene.objects[second]
     return (
         _direction(scene, first, second),
@@ -74,7 +73,7 @@ def swap_family(scene: Scene, first: int, second: int) -> tuple[str, ...]:
 
 
 def content(scene: Scene) -> tuple[str, ...]:
-    """Return the facts in every full caption of the scene, whatever the order of objects."""
+    """Return the facts of a scene's captions, regardless of the order of objects."""
     objects = scene.objects
     if len(objects) == 1:
         return (objects[0].colour, objects[0].shape, objects[0].place)
@@ -99,17 +98,14 @@ def _in_share(share: int, *words: str) -> bool:
     return int.from_bytes(digest, "big") % share == 0
 
 
-# Of one, two and three objects.
-OBJECT_COUNT_PROBABILITIES = (0.08, 0.4, 0.52)
-# Lets two objects share a colour, so that there is something to count.
-SAME_COLOUR_SHARE = 0.25
-# Shortest and longest side in 64ths of the image's.
-SIDES = {"small": (12, 14), "large": (25, 28)}
-# 64ths, clearly within each third.
-CENTRES = ((0, 20), (25, 39), (44, 64))
+OBJECT_COUNT_PROBABILITIES = (0.08, 0.4, 0.52)  # of one, two and three objects
+SAME_COLOUR_SHARE = 0.25  # of scenes that may repeat a colour, so that objects can be counted
 
-MARGIN = 1
-GAP = 2
+# In 64ths of the image's side:
+SIDES = {"small": (12, 14), "large": (25, 28)}  # shortest and longest side of an object
+CENTRES = ((0, 20), (25, 39), (44, 64))  # clearly within each third
+MARGIN = 1  # to the image's border
+GAP = 2  # between objects
 
 PALETTE = {
     "red": (214, 32, 36),
@@ -121,17 +117,17 @@ PALETTE = {
     "black": (22, 22, 24),
     "white": (246, 246, 244),
 }
-TINT = 9
+TINT = 9  # largest deviation from the palette
 MIN_SIDE = 16  # pixels
-BACKGROUND = (146, 186)
+BACKGROUND = (146, 186)  # range of grey
 
 _MAX_DRAWS = 10_000
 
-Rectangle = tuple[int, int, int, int]
+Rectangle = tuple[int, int, int, int]  # left, top, width, height in 64ths
 
 
 class Variety(NamedTuple):
-    """Limits of a scene's variety: the first `colours` and `shapes`, at most `objects`."""
+    """Numbers of colours and shapes (the first ones), and the maximum number of objects."""
 
     colours: int = len(COLOURS)
     shapes: int = len(SHAPES)
@@ -153,8 +149,8 @@ def sample_scene(
 ) -> Scene:
     """Draw scene `index` of a split, the same at every `image_size` (side in pixels).
 
-    `attempt` draws another scene with as many objects; `min_objects` is a lower bound (ignored by
-    `swaps` and `unseen`, which have at least 2).
+    Another `attempt` is another scene with as many objects. `swaps` and `unseen` ignore
+    `min_objects` and have at least 2.
     """
     bounds = zip(MIN_VARIETY, variety, MAX_VARIETY)
     if not all(low <= number <= high for low, number, high in bounds):
@@ -209,7 +205,7 @@ def _random_scene(
 
 
 def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray:
-    """Draw distinct numbers of colour and shape together."""
+    """Draw `count` distinct names, a name being colour index * shapes + shape index."""
     allow_same_colour = rng.random() < SAME_COLOUR_SHARE
     while True:
         names = rng.permutation(variety.colours * variety.shapes)[:count]
@@ -217,8 +213,8 @@ def _names(rng: np.random.Generator, count: int, variety: Variety) -> np.ndarray
             return names
 
 
-def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
-    """Move one object of a scene to another place, of the same size; None without room."""
+def move_object(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
+    """Move an object of a scene to another place; None without room."""
     scale = scene.image_size / LATTICE
     lattice = [tuple(round(value / scale) for value in obj.box) for obj in scene.objects]
     side = lattice[number][2]
@@ -236,24 +232,19 @@ def moved(scene: Scene, number: int, rng: np.random.Generator) -> Scene | None:
 
 
 def _layout(rng: np.random.Generator, sizes: list[str]) -> tuple[list[Rectangle], list[str]]:
-    """Draw non-overlapping rectangles in different places, all anew if one does not fit."""
+    """Draw non-overlapping rectangles, and their different places."""
     while True:
-        cells = rng.permutation(9)[: len(sizes)]
-        rectangles = [_rectangle(rng, size, int(cell)) for size, cell in zip(sizes, cells)]
-        if not any(
-            _touch(a, b) for number, a in enumerate(rectangles) for b in rectangles[number + 1 :]
-        ):
-            return rectangles, [place_name(*divmod(int(cell), 3)) for cell in cells]
-
-
-def _rectangle(rng: np.random.Generator, size: str, cell: int) -> Rectangle:
-    side = int(rng.integers(SIDES[size][0], SIDES[size][1] + 1))
-    row, column = divmod(cell, 3)
-    return _start(rng, side, column), _start(rng, side, row), side, side
+        cells = [divmod(int(cell), 3) for cell in rng.permutation(9)[: len(sizes)]]
+        rectangles = []
+        for size, (row, column) in zip(sizes, cells):
+            side = int(rng.integers(SIDES[size][0], SIDES[size][1] + 1))
+            rectangles.append((_start(rng, side, column), _start(rng, side, row), side, side))
+        if not any(_touch(a, b) for a, b in combinations(rectangles, 2)):
+            return rectangles, [place_name(*cell) for cell in cells]
 
 
 def _start(rng: np.random.Generator, side: int, third: int) -> int:
-    """Draw a start such that the centre lies in the third and the object inside the image."""
+    """Draw a left or top edge: the centre lies in a third of the image, the object inside."""
     low, high = CENTRES[third]
     first = max(MARGIN, -(-(2 * low - side) // 2))
     last = min(LATTICE - MARGIN - side, (2 * high - side) // 2)
@@ -289,9 +280,10 @@ def distinct_scenes(
     image_size: int = 64,
     variety: Variety = MAX_VARIETY,
 ) -> Iterator[Scene]:
-    """Draw scenes 0 .. count - 1 of a split with captions that tell them apart."""
-    # A clash is drawn again with as many objects; `ambiguous_share` counts the captions that remain
-    # ambiguous after `MAX_ATTEMPTS`.
+    """Yield scenes 0 .. count - 1 of a split, whose captions are false of all earlier scenes.
+
+    After `MAX_ATTEMPTS` an ambiguous scene stays; `ambiguous_share` measures them.
+    """
     scenes: list[Scene] = []
     previous_captions: list[list[SceneCaption]] = []
     for index in range(count):
@@ -310,7 +302,7 @@ def distinct_scenes(
 
 
 def ambiguous_share(scenes: Sequence[Scene]) -> float:
-    """Return the share of captions that, read leniently, are true of another scene of the list."""
+    """Return the share of captions that are, in the lenient reading, true of another scene."""
     ambiguous = total = 0
     for number, scene in enumerate(scenes):
         for caption in captions(scene):
@@ -326,7 +318,7 @@ def ambiguous_share(scenes: Sequence[Scene]) -> float:
 def _any_true(texts: Sequence[SceneCaption], scene: Scene) -> bool:
     shape_colours = {(obj.shape, obj.colour) for obj in scene.objects}
     return any(
-        # Every caption names each object's shape and colour, which rules out most scenes at once.
+        # Shapes and colours, which every caption names, rule out most scenes quickly.
         all((noun.shape, noun.colour) in shape_colours for noun in caption.meaning.nouns)
         and holds(caption.meaning, scene, lenient=True)
         for caption in texts

@@ -1,6 +1,6 @@
-"""Image and hypothesis: entailment, contradiction or neutral (the form of SNLI-VE).
+"""Images with hypotheses: entailment, contradiction or neutral, like SNLI-VE's.
 
-A curtain hides one place of every image; hypotheses about it are neutral.
+A curtain hides one place of every image; hypotheses about that place are neutral.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def sample_triple(
     """Draw triple `index`; its image is a scene of the split."""
     key = f"entailment-{split}-{seed}-{index}"
     rng = make_rng(seed, 0, key, "entailment")
-    # The hypothesis is drawn first and its label with equal odds, so neither text nor curtain alone
-    # predicts the label.
+    # Drawn before the image, so that neither hypothesis nor curtain alone predicts the label.
     noun, hypothesis = _hypothesis(rng)
     label = LABELS[int(rng.integers(len(LABELS)))]
     for _ in range(_MAX_ATTEMPTS):
@@ -54,20 +53,20 @@ def sample_triple(
 
 
 def label_of(noun: ObjectPhrase, scene: Scene) -> Label | None:
-    """Return the label of 'there is NOUN at its place' for a curtained image; None if vague."""
+    """Return the label of "there is NOUN at PLACE" for an image with a curtain; None if vague."""
     if any(noun.fits(obj) for obj in scene.objects):
         return "entailment"
     if any(noun.fits(obj, lenient=True) for obj in scene.objects):
         return None
     if noun.place == scene.cover:
         return "neutral"
-    # 'at the top' may be meant to include a hidden 'top left'.
+    # 'at the top' may include a hidden 'top left'.
     vague = scene.cover is not None and noun.place in scene.cover.split(" ")
     return None if vague else "contradiction"
 
 
 def hides_nothing(scene: Scene, place: str) -> bool:
-    """Return whether a curtain over the place leaves every object of the scene in full view."""
+    """Return whether a curtain over the place would overlap no object."""
     x, y, width, height = cover_box(place, scene.image_size)
     return not any(
         x < obj.box[0] + obj.box[2]

@@ -1,4 +1,4 @@
-"""Questions about a scene with one right answer."""
+"""Questions about a scene, each with a single right answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SceneQuestion(NamedTuple):
 
 
 def questions(scene: Scene) -> list[SceneQuestion]:
-    """Write one question of each kind that the scene allows."""
+    """Write a question of each kind that the scene allows."""
     rng = make_rng(0, 0, scene.key, "questions")
     number = int(rng.integers(len(scene.objects)))
     colour, shape = (
@@ -52,8 +52,11 @@ def _attribute(
     obj = scene.objects[number]
     nouns = (obj.phrase(clue), obj.phrase(clue, "size"))
     noun = next((noun for noun in nouns if len(referents(noun, scene)) == 1), None)
-    text = f"what {attribute} is the {noun and noun_words(noun)}?"
-    return noun and SceneQuestion(attribute, text, getattr(obj, attribute))
+    if noun is None:
+        return None
+    return SceneQuestion(
+        attribute, f"what {attribute} is the {noun_words(noun)}?", getattr(obj, attribute)
+    )
 
 
 def _place(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
@@ -73,12 +76,12 @@ def _count(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion
 
 def _exists(scene: Scene, number: int, rng: np.random.Generator) -> SceneQuestion | None:
     names = {(obj.colour, obj.shape) for obj in scene.objects}
-    # Yes and no are equally likely for every colour and shape, so the text tells nothing.
+    # Yes and no are equally likely for each colour and shape, so the text predicts nothing.
     if rng.random() < 0.5:
         colour, shape = scene.objects[number].colour, scene.objects[number].shape
     else:
-        # Half of the false ones take colour and shape from different objects of the image, so that
-        # the answer needs the binding of both.
+        # Half of the false questions combine colour and shape of different objects of the image, so
+        # that the answer needs the binding of both.
         colours = [obj.colour for obj in scene.objects] if rng.random() < 0.5 else list(COLOURS)
         shapes = [obj.shape for obj in scene.objects] if len(colours) < len(COLOURS) else [*SHAPES]
         absent = [(c, s) for c in colours for s in shapes if (c, s) not in names]
@@ -107,10 +110,10 @@ def _neighbour(scene: Scene, number: int, rng: np.random.Generator) -> SceneQues
         return None
     other = (number + 1 + int(rng.integers(len(scene.objects) - 1))) % len(scene.objects)
     relation = main_relation(scene, other, number)
-    mark = scene.objects[number].phrase("shape", "colour")
-    meaning = Meaning((ObjectPhrase(), mark), ((0, relation, 1),))
+    landmark = scene.objects[number].phrase("shape", "colour")
+    meaning = Meaning((ObjectPhrase(), landmark), ((0, relation, 1),))
     if subjects(meaning, scene, lenient=True) != [other]:
         return None
     words = RELATION_WORDS[relation][int(rng.integers(2))]
     answer = f"{scene.objects[other].colour} {scene.objects[other].shape}"
-    return SceneQuestion("neighbour", f"what is {words} the {noun_words(mark)}?", answer)
+    return SceneQuestion("neighbour", f"what is {words} the {noun_words(landmark)}?", answer)

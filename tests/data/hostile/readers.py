@@ -159,7 +159,7 @@ def slots(folder):
         augment=AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
     )
     data = PretrainData(config, INPUTS, 1, seed=1, text=TEXT)
-    [index] = data.sources
+    [index] = data.indices
     found = []
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):

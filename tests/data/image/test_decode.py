@@ -14,7 +14,7 @@ from made_shards import photo as blobs
 from PIL import Image, ImageOps
 
 from vlp.config import ConfigError
-from vlp.data.image.decode import JpegImage, decode_image, pil_to_tensor
+from vlp.data.image.decode import EncodedImage, decode_image, pil_to_tensor
 from vlp.data.limits import Limits, limits, set_limits
 from vlp.data.shards.sample_files import BadSample
 
@@ -26,11 +26,11 @@ def fully(data):
 
 
 def for_training(data):
-    return JpegImage(data, "x").decode().numpy().tobytes()
+    return EncodedImage(data, "x").decode().numpy().tobytes()
 
 
 def reduced(data):
-    return JpegImage(data, "x").decode((1, 1)).numpy().tobytes()
+    return EncodedImage(data, "x").decode((1, 1)).numpy().tobytes()
 
 
 @pytest.mark.parametrize("decode", [fully, for_training, reduced])
@@ -122,7 +122,7 @@ def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where):
     place = data.index(b"IDAT" if where == "before" else b"IEND") - 4
     noted = data[:place] + b"".join(notes) + data[place:]
     image = decode_image(noted, "x")
-    assert image.size == JpegImage(noted, "x").size == (16, 20)
+    assert image.size == EncodedImage(noted, "x").size == (16, 20)
     assert image.tobytes() == decode_image(data, "x").tobytes()
 
 
@@ -255,7 +255,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("decode", [decode_image, JpegImage], ids=["decoded", "opened"])
+@pytest.mark.parametrize("decode", [decode_image, EncodedImage], ids=["decoded", "opened"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_refused_at_once(within, name, decode):
     with (
@@ -302,15 +302,15 @@ def test_what_is_merely_unusual_decodes(data):
     expected = Image.open(BytesIO(data))
     assert decode_image(data, "x").size == expected.size
     assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
-    assert JpegImage(data, "x").decode().shape[1:] == expected.size[::-1]
+    assert EncodedImage(data, "x").decode().shape[1:] == expected.size[::-1]
 
 
 def test_pixels_are_a_key(monkeypatch):
     data = photo("jpeg", progressive=True)
     monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
-    assert decode_image(data, "x").size == JpegImage(data, "x").size == (20, 16)
+    assert decode_image(data, "x").size == EncodedImage(data, "x").size == (20, 16)
     monkeypatch.setenv("VLP_LIMITS", "{pixels: 319}")
-    for decode in (decode_image, JpegImage):
+    for decode in (decode_image, EncodedImage):
         with pytest.raises(BadSample, match=r"too large: x \(20 x 16 .* limits\.pixels 319\)"):
             decode(data, "x")
 
@@ -323,7 +323,7 @@ def test_other_limits(monkeypatch, name, most):
     data = photo("jpeg", progressive=True)
     decode_image(data, "x")
     monkeypatch.setattr(f"vlp.data.image.decode.{name}", most)
-    for decode in (decode_image, JpegImage):
+    for decode in (decode_image, EncodedImage):
         with pytest.raises(BadSample, match="image too large: x"):
             decode(data, "x")
 
@@ -346,7 +346,7 @@ def test_limits_come_from_the_environment(monkeypatch):
 def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
     image = blobs(0, (91, 67)).convert(mode)
     data = encoded(image, subsampling=subsampling, progressive=progressive, quality=80)
-    found = JpegImage(data, "x").decode()
+    found = EncodedImage(data, "x").decode()
     assert found.dtype == torch.uint8
     assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
 
@@ -355,7 +355,7 @@ def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
 def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
     data = encoded(blobs(0, (90, 70)), kind)
     for least in ((0, 0), (5, 5)):
-        found = JpegImage(data, "x").decode(least)
+        found = EncodedImage(data, "x").decode(least)
         assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
 
 
@@ -365,7 +365,7 @@ def test_size_and_levels_are_of_the_upright_image(orientation):
     exif[0x0112] = orientation
     data = encoded(blobs(0, (64, 40)), exif=exif)
     upright = decode_image(data, "x")
-    jpeg = JpegImage(data, "x")
+    jpeg = EncodedImage(data, "x")
     assert jpeg.size == upright.size
     assert jpeg.image().tobytes() == upright.tobytes()
     for least in ((0, 0), (4, 4)):
@@ -379,7 +379,7 @@ def test_size_and_levels_are_of_the_upright_image(orientation):
 @given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
 def test_a_reduced_image_is_never_smaller_than_asked(width, height, across, down):
     least = max(1, int(across * width)), max(1, int(down * height))
-    jpeg = JpegImage(encoded(blobs(0, (width, height))), "x")
+    jpeg = EncodedImage(encoded(blobs(0, (width, height))), "x")
     rows, columns = jpeg.decode(least).shape[1:]
     assert columns >= min(least[0], width)
     assert rows >= min(least[1], height)
@@ -407,4 +407,4 @@ def test_damaged_images_are_refused_where_pillow_refuses_them(seed):
             return bad.kind
 
     expected = outcome(lambda: pil_to_tensor(decode_image(bytes(data), "x")))
-    assert outcome(lambda: JpegImage(bytes(data), "x").decode()) == expected
+    assert outcome(lambda: EncodedImage(bytes(data), "x").decode()) == expected

@@ -10,7 +10,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.decode import JpegImage, decode_image, upright_rgb
+from vlp.data.image.decode import EncodedImage, decode_image, upright_rgb
 from vlp.data.image.transforms import (
     OPERATIONS,
     Preprocessing,
@@ -140,7 +140,7 @@ def test_a_crop_is_resized_as_pillow_does():
 @pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
 def test_encoded_images_give_what_decoded_ones_give(config):
     # Too small to be decoded at half size.
-    encoded = JpegImage(jpeg(photo(60, 44), quality=95), "x")
+    encoded = EncodedImage(jpeg(photo(60, 44), quality=95), "x")
     train = TrainTransform(config, Preprocessing(32))
     for seed in range(10):
         found = train(encoded, np.random.default_rng(seed), "x")
@@ -150,7 +150,7 @@ def test_encoded_images_give_what_decoded_ones_give(config):
 def test_a_reduced_image_shows_the_same_crop():
     image = photo(640, 480)
     image.paste((255, 0, 0), (300, 200, 420, 330))  # an edge would show a crop that is off
-    encoded = JpegImage(jpeg(image, quality=95), "x")
+    encoded = EncodedImage(jpeg(image, quality=95), "x")
     for scale in ((0.2, 0.5), (0.5, 1.0), (0.99, 1.0)):
         config = AugmentConfig(randaugment=False, hflip=False, crop_scale=scale, quick_decode=True)
         full = config.model_copy(update={"quick_decode": False})

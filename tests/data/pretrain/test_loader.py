@@ -19,7 +19,7 @@ from shard_server import serve
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.pretrain import DataError, ListedShards
+from vlp.data.pretrain import DataError, ShardList
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards import remote
 from vlp.data.shards.sample_files import SkippedSample
@@ -198,7 +198,7 @@ def test_every_caption_is_a_sample_when_asked(make_shards, make_data):
 
 def test_objectives_that_are_off_mask_nothing(make_shards, make_data):
     folder = make_shards()
-    inputs = make_data(folder).captioned.inputs
+    inputs = make_data(folder).samples.inputs
     inputs = inputs._replace(word_masking=None, patch_masking=None)
     [(batch, _)] = make_data(folder, inputs=inputs).batches(stop_after=1)
     assert torch.equal(batch.mlm_ids, batch.text_ids)
@@ -238,7 +238,7 @@ def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
             cut = {3: b"no image", 7: data[:-50], 20: data[:40]}.get(number, data)
             writer.write(raw.key, cut, "jpg", raw.annotation)
     augment = AugmentConfig(randaugment=True, crop_scale=(0.5, 1.0))
-    samples = make_data(folder, augment=augment).captioned
+    samples = make_data(folder, augment=augment).samples
     requests = [Request(0, SampleIndex(0, 0, number, 0)) for number in range(30)]
     requests.insert(5, Request(0, None))
     together = samples.collate(samples.__getitems__(requests))
@@ -440,7 +440,7 @@ def test_weights_say_how_often_a_source_comes(make_shards, stream):
     often = without_index(make_shards("often", 20, 2))
     seldom = without_index(make_shards("seldom", 20, 2))
     found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
-    assert len(ListedShards(str(often)).shards) == 10
+    assert len(ShardList(str(often)).shards) == 10
     first = {
         stable_hash("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)
     }
@@ -506,7 +506,7 @@ def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
 def test_nothing_but_bad_shards_is_an_error_not_a_hang(tmp_path, stream, workers):
     for number in range(3):
         (tmp_path / f"{number}.tar").write_bytes(b"no tar" * 1000)
-    with pytest.raises(DataError, match=r"^16 shards in a row gave nothing.*corrupt shard: .*tar"):
+    with pytest.raises(DataError, match=r"^16 shards in a row hold no.*corrupt shard: .*tar"):
         stream(str(tmp_path), max_skipped_share=1.0, workers=workers)
 
 

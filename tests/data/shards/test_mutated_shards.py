@@ -49,7 +49,7 @@ def sample(number):
 
 
 def slots(data):
-    [index] = data.sources
+    [index] = data.indices
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):
             yield entry.name, data.samples[Request(0, SampleIndex(0, shard, position, 0))]
@@ -155,7 +155,7 @@ def test_damaged_annotations(tmp_path, make_data, name):
     assert set(found) <= {"good", "bad annotation", "no text"}
     assert min(found["good"], found["bad annotation"]) > 0.01 * len(mutants)
     # Whatever was accepted can be written, and read again as the same.
-    [index] = data.sources
+    [index] = data.indices
     for number in range(len(mutants)):
         try:
             content = index.read_annotation(0, number)

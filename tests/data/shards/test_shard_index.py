@@ -16,7 +16,7 @@ from made_shards import write_tar
 from pair_shards import annotated_shards
 
 from vlp.config import ConfigError
-from vlp.data.pretrain import _names
+from vlp.data.pretrain import _shard_paths
 from vlp.data.schema import Annotation, Question, captions_of
 from vlp.data.shards.index import ShardTable, write_table
 from vlp.data.shards.remote import OutageConfig
@@ -154,7 +154,7 @@ def test_samples_behind_those_of_the_index_are_counted(tmp_path, caplog):
     index_folder(tmp_path)
     write_tar(tmp_path / "0.tar", files.items())
     assert ShardIndex.open(tmp_path).read(0, 0).key == "a"
-    assert "0.tar: 2 samples more than its index says" in caplog.text
+    assert "0.tar: holds 2 samples that its index lacks" in caplog.text
 
 
 def test_missing_folder_no_shards_no_index(tmp_path):
@@ -179,7 +179,7 @@ def test_shards_of_several_splits_are_refused(make_shards):
     with pytest.raises(ConfigError, match=r"several splits \(cc3m-train-0000.tar, cc3m-valid"):
         index_folder(folder)
     with pytest.raises(ConfigError, match="several splits"):
-        _names(str(folder))
+        _shard_paths(str(folder))
     (folder / "cc3m-validation-0000.tar").rename(folder / "cc3m-train-0001.tar")
     assert index_folder(folder) == []
 
@@ -287,8 +287,8 @@ def test_what_is_no_index(tmp_path, content):
         ({"samples": None}, "samples"),
         ({"name": np.array([b"\xff.tar", b"b.tar"])}, "utf-8"),
         ({"name": np.array([b"b.tar", b"a.tar"])}, "do not ascend"),
-        ({"bytes": [9, -9]}, "bytes: from -9 to 9"),
-        ({"bytes": [9]}, "bytes: 1 of 2"),
+        ({"bytes": [9, -9]}, "bytes: numbers from -9 to 9"),
+        ({"bytes": [9]}, "bytes: 1 entries of 2 shards"),
         ({"bytes": np.array([9, 9], dtype=object)}, "allow_pickle"),
     ],
 )

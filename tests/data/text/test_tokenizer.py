@@ -161,7 +161,7 @@ def test_words_of_a_cased_vocabulary_keep_their_case(tmp_path):
     text = TextProcessor.load(tmp_path, 8)
     assert text.words("Dog dog") == ["[CLS]", "Dog", "dog", "[SEP]"]
     lower_cased = bert_tokenizer({word: number for number, word in enumerate(words)})
-    with pytest.raises(ConfigError, match="changes case or accents"):
+    with pytest.raises(ConfigError, match="treats case or accents"):
         TextProcessor(lower_cased, 8).require_words_of(str(tmp_path))
 
 

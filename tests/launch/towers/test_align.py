@@ -68,7 +68,7 @@ def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypat
     config = settings(lab, *frozen)
     (tmp_path / "model" / "features").mkdir(parents=True)
     (tmp_path / "model" / "features" / "mine.txt").write_text("of the user")
-    images = sum(source.shards.total for source in build(config)[1].sources)
+    images = sum(source.shards.total for source in build(config)[1].indices)
     seen.clear()
     _, model = align(config, tmp_path / "model")
     assert sum(seen) == images + 1  # and a blank one, which tells the features' size

@@ -1,4 +1,4 @@
-"""Dataset of a downstream task: numbered items of shard folders, made into examples and batches."""
+"""Dataset of a downstream task: examples and batches of the items of shard folders."""
 
 from __future__ import annotations
 
@@ -23,31 +23,33 @@ from vlp.data.text.tokenizer import TextProcessor
 
 
 class DownstreamDataConfig(MapDatasetConfig):
-    """Shard folders to train on and to choose the best model by."""
+    """Shard folders to train on and to select the best checkpoint by."""
 
     train: tuple[str, ...] = Field(
         min_length=1, description="shard folders to train on", json_schema_extra={"resume": "path"}
     )
     validation: tuple[str, ...] = Field(
-        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+        (),
+        description="shard folders to validate on; without any no best checkpoint is selected",
+        json_schema_extra={"resume": "tolerated"},
     )
-    limit: int | None = Field(None, ge=1, description="only the first so many items of `train`")
+    limit: int | None = Field(None, ge=1, description="use the first items of `train` only")
     validation_limit: int | None = Field(
         None,
         ge=1,
-        description="likewise of `validation`",
+        description="use the first items of `validation` only",
         json_schema_extra={"resume": "tolerated"},
     )
     augment: AugmentConfig = Field(AugmentConfig(), description="augmentation of training images")
     view: View = Field(
         "image",
-        description="what the model is shown: `shuffled` (patches in random order) and `blank` "
-        "tell what it owes to places and to the image",
+        description="`shuffled` (patches in random order) and `blank` show how much the model owes "
+        "to positions and to the image",
     )
 
 
 class ImagePreparation(NamedTuple):
-    """Preparation of a sample's images: `train` where `rng_for` is given, else `evaluate`."""
+    """Preparation of a sample's images: by `train` if `rng_for` is given, else by `evaluate`."""
 
     train: TrainTransform
     evaluate: Preprocessing
@@ -57,10 +59,10 @@ class ImagePreparation(NamedTuple):
     def __call__(
         self, images: Sequence[Image.Image], text: str, number: int, rng_for: RngFactory | None
     ) -> Tensor:
-        """Return (images, 3, size, size) float32 pixels, not flipped where `text` names a side."""
+        """Return (images, 3, size, size) float32 pixels; no flip if `text` names a side."""
         if rng_for is None:
             pixels = [self.evaluate(image) for image in images]
-            # Shuffled patches of a sample have the same order in every evaluation.
+            # Every evaluation shuffles the patches of item `number` alike.
             seed = number
         else:
             rng = rng_for("augment")
@@ -71,14 +73,16 @@ class ImagePreparation(NamedTuple):
 
 def decode_images(raw: RawSample, count: int) -> list[Image.Image]:
     """Decode the first `count` images (1 or 2) of a sample; raises BadSample."""
-    encoded = [raw.image, raw.second_image][:count]
-    if any(image is None for image in encoded):
-        raise BadSample("missing image", f"{raw.where}: it has no second image (KEY.1.jpg)")
-    return [decode_image(image, raw.where) for image in encoded if image is not None]
+    images = [raw.image]
+    if count == 2:
+        if raw.second_image is None:
+            raise BadSample("missing image", f"{raw.where}: it has no second image (KEY.1.jpg)")
+        images.append(raw.second_image)
+    return [decode_image(image, raw.where) for image in images]
 
 
 def panels(image: Image.Image, count: int) -> list[Image.Image]:
-    """Cut an image into `count` parts of one width, give or take a pixel, from left to right."""
+    """Cut an image into `count` parts of equal width (to a pixel), from left to right."""
     edges = [image.width * number // count for number in range(count + 1)]
     parts = itertools.pairwise(edges)
     return [image.crop((left, 0, right, image.height)) for left, right in parts]
@@ -89,44 +93,44 @@ Slotted = TypeVar("Slotted", bound=Slots)
 
 
 class DownstreamDataset(Generic[Example, Slotted]):
-    """Base of the tasks' datasets; a subclass adds `make`, `blank` and `batch`."""
+    """Base of the tasks' datasets; subclasses implement `make`, `blank` and `batch`."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         self.items, self.text, self.prepare = items, text, prepare
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> Example:
-        """Make an example of the item of that number; `rng_for` augments; raises BadSample."""
+        """Return the example of item `number`, augmented if `rng_for` is given; or BadSample."""
         raise NotImplementedError
 
     def blank(self) -> Example:
-        """Make the placeholder of a batch without a good example."""
+        """Return the placeholder of a batch without a good example."""
         raise NotImplementedError
 
     def batch(
         self, examples: list[Example], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> Slotted:
-        """Stack at least one example; `valid` (B,) bool."""
+        """Stack at least one example into a batch; `valid` (B,) bool."""
         raise NotImplementedError
 
     def require_truth(self, example: Example, item: Item) -> None:
-        """Raise BadSample for an example without label or answer."""
+        """Raise BadSample for an example without label or answer, if the task needs one."""
 
     def train(self, number: int, rng_for: RngFactory) -> Example:
-        """Make an example to train on; raises BadSample."""
+        """Return an augmented example with its label or answer; raises BadSample."""
         item = self.items.read(number)
         example = self.make(item, number, rng_for)
         self.require_truth(example, item)
         return example
 
     def collate(self, examples: list[Example], skipped: tuple[SkippedSample, ...] = ()) -> Slotted:
-        """Make a batch; without a good example it has one blank row that is not valid."""
+        """Return a batch; without a good example it is a blank row with `valid` False."""
         valid = torch.ones(len(examples), dtype=torch.bool)
         if not examples:
             examples, valid = [self.blank()], torch.zeros(1, dtype=torch.bool)
         return self.batch(examples, valid, skipped)
 
     def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
-        """Return the training batches of `batch` slots."""
+        """Return training batches of `batch` slots over all ranks."""
         data = indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
         for number, index in enumerate(self.items.indices):
             data.fingerprint[f"source {number}"] = shards_sha256(index.shards)

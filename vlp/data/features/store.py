@@ -1,7 +1,7 @@
-"""Stored features of images: one memory-mapped array a shard, and a header that names the tower.
+"""Stored features of images: a memory-mapped array per shard, and a header that names the tower.
 
 `FOLDER/features.json` is the header; `FOLDER/S/SHARD.npy` holds (samples, views, tokens, width) of
-source S, and `SHARD.views.npy` (samples, views) codes. The array is renamed last.
+source S, and `SHARD.views.npy` (samples, views) codes. The array gets its name last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TowerKey(NamedTuple):
-    """What an image tower computes: its settings, and the SHA-256 of its weights."""
+    """Identity of an image tower: its settings, and the SHA-256 of its weights."""
 
     settings: dict[str, Any]
     weights: str
@@ -55,7 +55,7 @@ class FeatureSource(_HeaderPart):
 
 
 class FeatureHeader(_HeaderPart):
-    """Tower, data, preparation and shape of stored features."""
+    """Tower, data, preprocessing and shape of stored features."""
 
     version: Literal[1] = 1
     tower: dict[str, Any]
@@ -63,17 +63,14 @@ class FeatureHeader(_HeaderPart):
     image_size: PositiveInt
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
-    # From the second view on: the first is plain.
-    augment: AugmentConfig | None
+    augment: AugmentConfig | None  # of all views but the first, which is not augmented
     views: PositiveInt
     seed: int
     precision: Literal["float32", "bf16"]  # of the tower
-    # Of the files; bfloat16 as its 16 bits.
-    dtype: Literal["float16", "bfloat16"]
+    dtype: Literal["float16", "bfloat16"]  # of the files; bfloat16 as its 16 bits
     tokens: PositiveInt  # of a view, [CLS] first
     width: PositiveInt
-    # Of bad samples, whose code is an index into these.
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...]  # faults of bad samples, by code - BAD
     sources: tuple[FeatureSource, ...]
 
     def write(self, folder: Path) -> None:
@@ -89,24 +86,24 @@ class FeatureHeader(_HeaderPart):
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); make the folder with: {MAKE}"
+                f"{path}: cannot be read ({error.strerror}); write the features with: {MAKE}"
             ) from error
         except ValidationError as error:
             problem = error.errors()[0]
             field = "".join(f"{part}: " for part in problem["loc"])
             raise ConfigError(
                 f"{path}: no header of features ({field}{problem['msg']}); delete the folder and "
-                f"make it again with: {MAKE}"
+                f"write the features again with: {MAKE}"
             ) from error
 
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
-        """Require that the features are of a tower; a setting that is missing here is empty."""
+        """Require that the features are of a tower; settings that the header lacks are empty."""
         stored = {name: self.tower.get(name, {}) for name in tower.settings}
         self._refuse(folder, _difference("tower", stored, tower.settings))
         self.require(folder, {"weights": tower.weights})
 
     def require(self, folder: Path, expected: dict[str, Any]) -> None:
-        """Require values of some fields, given as JSON has them."""
+        """Require values of some fields, given in JSON's types."""
         stored = self.model_dump(mode="json")
         for name, value in expected.items():
             self._refuse(folder, _difference(name, stored[name], value))
@@ -114,14 +111,14 @@ class FeatureHeader(_HeaderPart):
     def _refuse(self, folder: Path, difference: str | None) -> None:
         if difference is not None:
             raise ConfigError(
-                f"{folder}: holds features of another kind: {difference}; make a folder that fits "
-                f"with: {MAKE}"
+                f"{folder}: holds other features: {difference}; write features with these settings "
+                f"by: {MAKE}"
             )
 
 
 def shards_sha256(shards: ShardTable) -> str:
-    """Return the SHA-256 of an index: shards' names, sizes and samples, in their order."""
-    # That of one JSON text, which would be long for a million shards: [file, [[name, ...], ...]].
+    """Return a hash of an index: names, samples and bytes of the shards, and of its rows."""
+    # Of the JSON [file, [[name, samples, bytes], ...]], in parts, as it is long for a million shards.
     digest = hashlib.sha256(f"[{json.dumps(shards.file)}, [".encode())
     rows, comma = iter(shards), ""
     while batch := [entry[:3] for entry in islice(rows, _ROWS_AT_ONCE)]:
@@ -132,7 +129,7 @@ def shards_sha256(shards: ShardTable) -> str:
 
 
 def _difference(name: str, stored: Any, expected: Any) -> str | None:
-    """Return 'key: there X, here Y' of the first leaf that differs."""
+    """Return the first leaf that differs as 'KEY is X there, Y here', or None."""
     if stored == expected:
         return None
     if isinstance(stored, dict) and isinstance(expected, dict):
@@ -145,9 +142,10 @@ def _difference(name: str, stored: Any, expected: Any) -> str | None:
     return f"{name} is {stored!r} there, {expected!r} here"
 
 
-PLAIN, FLIPPED, BAD = 0, 1, 2  # BAD + index of the kind in the header
+# Codes of views; BAD + i: the sample has the fault `kinds[i]` of the header.
+PLAIN, FLIPPED, BAD = 0, 1, 2
 
-# As bits: NumPy has no bfloat16.
+# NumPy has no bfloat16: its bits are stored.
 FILE_DTYPES: dict[str, np.dtype] = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
 CODE_DTYPE: np.dtype = np.dtype("u1")
 
@@ -155,7 +153,7 @@ _MAX_OPEN_FILES = 128
 
 
 class StoredFeatures:
-    """A whole folder of features, as `vlp data features` writes it."""
+    """A folder of features of several sources, written by `vlp data features`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -167,7 +165,7 @@ class StoredFeatures:
         indices: Sequence[ShardIndex],
         augment: AugmentConfig | None = None,
     ) -> list[SourceFeatures]:
-        """Return the features of each index's samples; without `augment` the plain view alone."""
+        """Return the features of each index's samples; without `augment` only their first views."""
         expected: dict[str, Any] = {
             "image_size": preprocessing.image_size,
             "mean": [*preprocessing.mean],
@@ -179,11 +177,11 @@ class StoredFeatures:
         return [self._source_features(index, augment is None) for index in indices]
 
     def require_tower(self, tower: TowerKey) -> None:
-        """Require that a tower made them; errors as of `FeatureHeader.require`."""
+        """Require that the features are of a tower."""
         self.header.require_tower(self.folder, tower)
 
     def holds(self, index: ShardIndex) -> bool:
-        """Return whether these shards, as they are now, are among the sources."""
+        """Return whether the shards, unchanged, are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]
 
     def _source_features(self, index: ShardIndex, plain: bool) -> SourceFeatures:
@@ -192,8 +190,8 @@ class StoredFeatures:
         if digest not in digests:
             names = ", ".join(source.name for source in self.header.sources)
             raise ConfigError(
-                f"{self.folder}: holds no features of {index.folder} as it is now (it has {names}; "
-                f"the index of shards must be the same); make them with: {MAKE}"
+                f"{self.folder}: holds no features of {index.folder} as it is now, but of {names} "
+                f"(their index must be the same); write them with: {MAKE}"
             )
         return SourceFeatures(self.folder, self.header, digests.index(digest), index, plain)
 
@@ -201,7 +199,7 @@ class StoredFeatures:
 def stored_sources(
     stores: Sequence[StoredFeatures], preprocessing: Preprocessing, indices: Sequence[ShardIndex]
 ) -> list[SourceFeatures]:
-    """Return the features of each index's samples, plain views, from the folder that has them."""
+    """Return the features of each index's samples, first views only, from the folder with them."""
     features = []
     for index in indices:
         store = next((store for store in stores if store.holds(index)), stores[0])
@@ -210,7 +208,10 @@ def stored_sources(
 
 
 class SourceFeatures:
-    """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros."""
+    """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros.
+
+    With `plain` a sample has only its first view.
+    """
 
     def __init__(
         self, folder: Path, header: FeatureHeader, number: int, index: ShardIndex, plain: bool
@@ -220,19 +221,26 @@ class SourceFeatures:
         self.blank = torch.zeros(header.tokens, header.width, dtype=dtype)
         self._shards = [(entry.name, entry.samples) for entry in index.shards]
         self._files: LRUCache[tuple[np.ndarray, np.ndarray]] = LRUCache(_MAX_OPEN_FILES)
-        missing = [shard for shard in range(len(self._shards)) if not self._is_whole(shard)]
-        if missing:
+        incomplete = [
+            shard
+            for shard, (_, samples) in enumerate(self._shards)
+            if not is_complete(header, self._paths(shard), samples)
+        ]
+        if incomplete:
             raise ConfigError(
-                f"{self._paths(missing[0])[0]}: missing or of another size, as {len(missing)} of "
-                f"{len(self._shards)} files of features are; run the command that makes them "
-                f"again: {MAKE}"
+                f"{self._paths(incomplete[0])[0]}: missing or of another size, as {len(incomplete)} "
+                f"of {len(self._shards)} files of features; continue the command that writes them: "
+                f"{MAKE}"
             )
 
     def views(self, shard: int, sample: int, flipped: bool, where: str) -> list[int]:
-        """Return a sample's views, flipped ones if wanted; BadSample without an image."""
+        """Return the indices of a sample's views; BadSample if its image is bad.
+
+        With `flipped` they include flipped views.
+        """
         codes = self._open(shard)[1][sample].tolist()
         if codes[0] >= BAD:
-            kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # a damaged code
+            kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # if damaged
             raise BadSample(kinds[0], where)
         if self.plain:
             return [0]
@@ -253,21 +261,18 @@ class SourceFeatures:
     def _paths(self, shard: int) -> tuple[Path, Path]:
         return file_paths(self.folder, self.number, self._shards[shard][0])
 
-    def _is_whole(self, shard: int) -> bool:
-        return is_whole(self.header, self._paths(shard), self._shards[shard][1])
-
     def __getstate__(self) -> dict[str, Any]:
-        # Pickling a memory map would send its whole content.
+        # Pickling a memory map would copy its content.
         return self.__dict__ | {"_files": LRUCache(_MAX_OPEN_FILES)}
 
 
 def file_paths(folder: Path, source: int, shard: str) -> tuple[Path, Path]:
-    """Return the files of one shard: its features, and the codes of their views."""
+    """Return the paths of a shard's features and of the codes of their views."""
     stem = folder / str(source) / shard.removesuffix(".tar")
     return stem.with_name(f"{stem.name}.npy"), stem.with_name(f"{stem.name}.views.npy")
 
 
-def is_whole(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> bool:
+def is_complete(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> bool:
     """Return whether both files of a shard of `samples` samples exist in full length."""
     codes = samples, header.views
     features = *codes, header.tokens, header.width

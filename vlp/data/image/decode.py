@@ -1,4 +1,4 @@
-"""Decoding of images to upright RGB; images beyond the limits and damaged ones are refused."""
+"""Decoding of images to upright RGB; damaged and too large ones are refused."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from vlp.io import redact
 if TYPE_CHECKING:
     from torch import Tensor
 
-# By content, not by name. Pillow knows many more, which the corpora lack; some run programs (EPS).
+# Detected by content. Pillow's other formats are not used by corpora, and some run programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# Pillow would copy nearly all of a larger EXIF for each of its fields.
+# Bytes of EXIF: Pillow copies most of it for each field.
 _EXIF = frozenset(("exif", "Raw profile type exif"))
 _MAX_EXIF = 2**16
 
-# Pillow walks through the parts around the pixels in Python, one by one.
+# Reads of the header and of a file: Pillow parses chunks one by one in Python.
 _MAX_HEADER_READS, _MAX_READS = 2**11, 2**16
 
-_ROWS = 256
+_ROWS_AT_ONCE = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 _ORIENTED = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
-# EXIF orientation, to what puts the image upright.
+# Transposition that puts an image upright, by EXIF orientation.
 TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -49,16 +49,16 @@ TURNS = {
 
 
 def decode_image(data: bytes, where: str, min_size: int | None = None) -> Image.Image:
-    """Decode an image wholly to upright RGB; BadSample names `where`.
+    """Decode an image to upright RGB; BadSample if truncated or beyond `vlp.data.limits`.
 
-    Transparency becomes white, 16 bits their upper 8, an animation its first frame. Truncated
-    images and those beyond `vlp.data.limits` are bad. `min_size` pixels of both sides let a JPEG be
-    decoded at 1/2, 1/4 or 1/8 of its size.
+    Transparent pixels become white, 16 bits their upper 8, an animation its first frame. With
+    `min_size` a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if both sides keep `min_size`
+    pixels. `where` is the image's location for messages.
     """
     with decoder_errors(where), open_image(data, where) as image:
         if min_size is not None:
             image.draft(None, (min_size, min_size))
-        image.load()  # fails for a truncated JPEG, which would have a grey lower part
+        image.load()  # raises for a truncated JPEG; `convert` alone would leave a grey lower part
         return _upright(_to_rgb(image), orientation(image))
 
 
@@ -73,14 +73,14 @@ def upright_rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def decoder_errors(where: str) -> Iterator[None]:
-    """Turn any error of a decoder within into a `BadSample` that names the place."""
+    """Convert any error of a decoder to a BadSample with the location `where`."""
     try:
         yield
     except BadSample:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image too large", f"{where} ({error})") from error
-    except Exception as error:  # decoders raise a dozen kinds for bad bytes; all mean the same
+    except Exception as error:  # decoders raise a dozen types for damaged images
         raise BadSample("unreadable image", f"{where} ({error})") from error
 
 
@@ -106,7 +106,7 @@ def open_image(data: bytes, where: str) -> Image.Image:
 
 
 def _without_text_chunks(data: bytes) -> bytes:
-    """Return a PNG without texts and colour profiles, but with its orientation."""
+    """Return a PNG without texts and profiles, which Pillow would unpack, but with orientation."""
     parts, start, position = [], 0, len(_PNG)
     for _ in range(_MAX_READS):
         kind, end = (
@@ -122,7 +122,7 @@ def _without_text_chunks(data: bytes) -> bytes:
 
 
 def _scale_transparency(image: Image.Image, depth: int) -> None:
-    """Scale the transparent level as Pillow scales the pixels."""
+    """Scale the transparent level to 8 bits, as Pillow scales the pixels."""
     level = image.info["transparency"]
     if image.mode == "L" and depth in (2, 4):
         image.info["transparency"] = level * 255 // (2**depth - 1)
@@ -131,7 +131,7 @@ def _scale_transparency(image: Image.Image, depth: int) -> None:
 
 
 class _Metered(BytesIO):
-    """Bytes of an image, with a limit on reads, since Pillow may need minutes or gigabytes."""
+    """Bytes of an image with a limit on reads, as Pillow takes minutes or gigabytes for some."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -143,7 +143,7 @@ class _Metered(BytesIO):
         if content.startswith(b"Exif\0\0"):
             self._exif_left -= len(content)
         if min(self.reads_left, self._exif_left) < 0:
-            raise Image.DecompressionBombError("more parts, or more EXIF, than can be followed")
+            raise Image.DecompressionBombError("too many chunks, or too much EXIF")
         return content
 
 
@@ -155,14 +155,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # Pillow would clip all but the darkest 256 of the 65,536 levels to white.
         grey = Image.new("L", image.size)
-        for top in range(0, image.height, _ROWS):  # all at once would take five copies
-            rows = np.asarray(image.crop((0, top, image.width, min(top + _ROWS, image.height))))
+        for top in range(0, image.height, _ROWS_AT_ONCE):  # whole images would be copied five times
+            bottom = min(top + _ROWS_AT_ONCE, image.height)
+            rows = np.asarray(image.crop((0, top, image.width, bottom)))
             levels = (rows.astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
             levels[rows == image.info.get("transparency", -1)] = 255
             grey.paste(Image.fromarray(levels), (0, top))
         return grey.convert("RGB")
     if image.has_transparency_data:
-        # What transparent pixels hold as their colour is anything, mostly black.
+        # The stored colour of transparent pixels is arbitrary, mostly black.
         white = Image.new("RGB", image.size, "white")
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         white.paste(image, mask=image)
@@ -171,37 +172,36 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def orientation(image: Image.Image) -> int:
-    """Return EXIF's orientation; 1 is upright."""
+    """Return the EXIF orientation, 1 to 8; 1 (upright) also where it is missing or damaged."""
     try:
         if image.format == "PNG" and "exif" not in image.info:
-            image.load()  # it may stand behind the pixels
+            image.load()  # EXIF may follow the pixels
         for name in _EXIF.intersection(image.info):
             image.info[name] = image.info[name][:_MAX_EXIF]
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # garbage outside the pixels does not make an image bad
+    except Exception:  # an image with damaged metadata is not bad
         return 1
 
 
 def _upright(image: Image.Image, turn: int) -> Image.Image:
     if turn in TURNS:
         image = image.transpose(TURNS[turn])
-    image.info = {}  # with the orientation in it, the next reader would turn the image again
+    image.info = {}  # the orientation in it would turn the image again
     return image
 
 
-# Those that swap width and height.
-_SIDEWAYS = (5, 6, 7, 8)
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
-class JpegImage:
-    """An encoded image of any format with its header read; raises BadSample."""
+class EncodedImage:
+    """An encoded image whose header is read at once, its pixels on demand; raises BadSample."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where
         with decoder_errors(where), open_image(data, where) as image:
             turn = orientation(image)
-            # Nothing is left for Pillow to do.
-            self._plain = (
+            # simplejpeg decodes these to Pillow's pixels.
+            self._is_plain_jpeg = (
                 image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
             )
             width, height = image.size
@@ -209,20 +209,20 @@ class JpegImage:
         self.size = (height, width) if turn in _SIDEWAYS else (width, height)
 
     def image(self) -> Image.Image:
-        """Decode with `decode_image`."""
+        """Decode by `decode_image`."""
         return decode_image(self._data, self._where)
 
     def decode(self, min_size: tuple[int, int] | None = None) -> Tensor:
         """Decode to a tensor (3, height, width) uint8.
 
-        With `min_size` (width, height) a JPEG comes by faster transforms at the smallest of 1/2,
-        3/8, 1/4 or 1/8 of its size that covers it.
+        With `min_size` (width, height) a JPEG is decoded by faster transforms, at the smallest of
+        1/2, 3/8, 1/4 or 1/8 of its size that covers `min_size`.
         """
-        if self._plain:
+        if self._is_plain_jpeg:
             try:
-                # The pixels of Pillow's decoder, without its fourth byte per pixel and its copies.
-                # The faster transforms are 1 level off on average, 3 once the image is resized.
-                # From a factor of 2 on, reduced decoding also saves time.
+                # Pillow would give the same pixels, but by way of four bytes per pixel and copies.
+                # The faster transforms are 1 level off on average, 3 after resizing. Reduced sizes
+                # save time only from 1/2 on, hence `min_factor`.
                 quick = min_size is not None
                 width, height = min_size or (0, 0)
                 data = decode_jpeg(
@@ -237,7 +237,7 @@ class JpegImage:
 
                 return torch.from_numpy(data).permute(2, 0, 1)
             except ValueError:
-                pass  # damaged somewhere: Pillow decides whether it is bad
+                pass  # damaged: Pillow decides whether the image is bad
         return pil_to_tensor(self.image())
 
 
@@ -255,8 +255,8 @@ def as_images(inputs: Any) -> list[Image.Image]:
     """Return one image or several as PIL images; TypeError, ValueError or OSError if unreadable.
 
     An image is a path, a PIL image, an array (height, width[, 1, 3 or 4]) or (3, height, width), or
-    a tensor (3, height, width), in 0..255 for integers and 0..1 for floats. Several are a list or
-    have 4 axes.
+    a tensor (3, height, width); integers are in 0..255, floats in 0..1. Several images are a list,
+    or an array or tensor with 4 axes.
     """
     many = isinstance(inputs, list | tuple) or getattr(inputs, "ndim", 0) == 4
     images = [as_image(image) for image in (inputs if many else [inputs])]
@@ -268,7 +268,8 @@ def as_images(inputs: Any) -> list[Image.Image]:
 def as_image(image: Any) -> Image.Image:
     """Return one image, given as `as_images` takes it, as a PIL image."""
     if isinstance(image, Image.Image):
-        # Of F Pillow has levels up to 255, of I 16 bits, and others make fractions and bytes.
+        # Pillow means 0..255 by mode F and 16 bits by mode I; images made of arrays may instead
+        # hold fractions (F, up to 1) or bytes (I, up to 255).
         max_level = {"F": 1, "I": 255 if image.format is None else 0}.get(image.mode)
         if max_level is None:
             return image
@@ -306,11 +307,8 @@ def _from_array(array: np.ndarray) -> Image.Image:
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[..., 0]
-    if (
-        array.ndim not in (2, 3)
-        or (array.ndim == 3 and array.shape[2] not in (3, 4))
-        or not (array.size)
-    ):
+    has_channels = array.ndim == 3 and array.shape[2] in (3, 4)
+    if not array.size or not (array.ndim == 2 or has_channels):
         raise ValueError(
             f"an image has shape {shape}; give (height, width, 3), (3, height, width) or "
             "(height, width)"

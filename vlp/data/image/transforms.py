@@ -1,4 +1,4 @@
-"""Images to tensors: the plain preparation of evaluation, and the augmented one of training."""
+"""Images to tensors: preprocessing of evaluation, and augmentation of training."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from torch.nn.functional import fold, grid_sample, interpolate, unfold
 
 from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
-from vlp.data.image.decode import JpegImage, as_image, pil_to_tensor, upright_rgb
+from vlp.data.image.decode import EncodedImage, as_image, pil_to_tensor, upright_rgb
 from vlp.io import parse_json, write_json
 
 # ALBEF shifts by at most 10 px of 256.
 _SHIFT = 10 / 256
 
-# Uncovered corners of shifted and turned images: mid grey, which normalises to about zero.
+# Value of the uncovered corners of shifted and rotated images: about 0 when normalised.
 _FILL = 128.0
 
 
 # --- RandAugment without operations that change hue, because captions name colours ---
-# torchvision and timm stretch and clip channels one by one, which changes hue. Images are float32
-# values (3, height, width) in 0..255, so that sums and rotations are not rounded.
+# torchvision and timm stretch and clip each channel by itself, which changes hue. Images are
+# float32 (3, height, width) in 0..255, so that operations do not round; `strength` is in 0..1.
 
-# ALBEF's RandAugment(2, 7): operations for each image, and their magnitude of 10.
+# ALBEF's RandAugment(2, 7): number of operations per image, and their magnitude out of 10.
 _COUNT, _MAGNITUDE = 2, 7
 
 
 def randaugment(image: Tensor, rng: np.random.Generator) -> Tensor:
-    """Apply operations picked with replacement, of random signs, to (3, height, width) float32."""
+    """Apply random operations with random signs to an image (3, height, width), float32 0..255."""
     for _ in range(_COUNT):
         operation = OPERATIONS[int(rng.integers(len(OPERATIONS)))]
         sign = 1 if rng.random() < 0.5 else -1
@@ -49,33 +49,32 @@ def _identity(image: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _autocontrast(image: Tensor, strength: float, sign: int) -> Tensor:
-    # One stretch for all channels, from the darkest to the brightest value of any: stretched one by
-    # one, or past 255, they would change hue.
+    # One stretch for all channels, from the smallest to the largest value of any, keeps hue.
     low, high = map(float, image.aminmax())
     return image if low == high else (image - low).mul_(255 / (high - low))
 
 
 def _equalize(image: Tensor, strength: float, sign: int) -> Tensor:
-    # On the value of HSV alone. All channels times one factor keep hue and saturation.
+    # Of the value of HSV: one factor for all channels keeps hue and saturation.
     value = image.amax(0)
-    numbers = value.round().int().view(-1)
-    counts = torch.bincount(numbers, minlength=256)
-    step = (len(numbers) - int(counts[counts.nonzero()[-1]])) // 255
+    levels = value.round().int().view(-1)
+    counts = torch.bincount(levels, minlength=256)
+    step = (len(levels) - int(counts[counts.nonzero()[-1]])) // 255
     if step == 0:
         return image
     below = counts.cumsum(0) - counts
     table = ((below + step // 2) // step).clamp(max=255).float()
-    return image * (table.index_select(0, numbers).view_as(value) / value.clamp(min=1))
+    return image * (table.index_select(0, levels).view_as(value) / value.clamp(min=1))
 
 
 def _brightness(image: Tensor, strength: float, sign: int) -> Tensor:
-    # On the value alone, up to 255: RGB scaled past 255 turns orange into yellow.
+    # Of the value of HSV, up to 255: RGB scaled and clipped at 255 turns orange into yellow.
     return image * (255 / image.amax(0)).clamp(max=1 + sign * 0.9 * strength)
 
 
 def _sharpness(image: Tensor, strength: float, sign: int) -> Tensor:
-    # Away from, or towards, a smoothed image: 3 x 3 neighbours, the middle five times (Pillow's
-    # filter). The sum over the nine holds the middle once.
+    # Extrapolate from, or interpolate towards, Pillow's smoothed image: the mean of 3 x 3 pixels
+    # with weight 5 for the middle, which the sum of nine holds once; weights sum to 13.
     share = sign * 0.9 * strength / 13
     middle = image[:, 1:-1, 1:-1]
     rows = image[:, :-2] + image[:, 1:-1] + image[:, 2:]
@@ -111,7 +110,7 @@ def _rotate(image: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _shift(image: Tensor, offset: float, dim: int) -> Tensor:
-    """Shift so that each pixel takes the value `offset` pixels further on, interpolated."""
+    """Shift by `offset` pixels towards the start of `dim`, with linear interpolation."""
     length = image.shape[dim]
     whole = math.floor(offset)
     fraction = offset - whole
@@ -127,18 +126,21 @@ def _shift(image: Tensor, offset: float, dim: int) -> Tensor:
 def _affine(
     image: Tensor, x_row: tuple[float, float, float], y_row: tuple[float, float, float]
 ) -> Tensor:
-    """Resample bilinearly at x_row · (x, y, 1), y_row · (x, y, 1); pixel centres are at n + 0.5."""
+    """Resample bilinearly: output (x, y) is input (x_row · (x, y, 1), y_row · (x, y, 1)).
+
+    Pixel centres lie at n + 0.5.
+    """
     height, width = image.shape[1:]
     x, y = torch.arange(width) + 0.5, (torch.arange(height) + 0.5)[:, None]
     grid = torch.empty(1, height, width, 2)
     for axis, (x_weight, y_weight, offset), size in ((0, x_row, width), (1, y_row, height)):
-        # grid_sample counts from -1 to 1 over the image.
+        # grid_sample's coordinates go from -1 to 1 over the image.
         torch.add(
             x * (2 * x_weight / size),
             y * (2 * y_weight / size) + (2 * offset / size - 1),
             out=grid[0, ..., axis],
         )
-    minus_fill = (image - _FILL)[None]  # what lies outside counts as zero
+    minus_fill = (image - _FILL)[None]  # grid_sample takes 0 outside of the image
     return grid_sample(minus_fill, grid, align_corners=False)[0].add_(_FILL)
 
 
@@ -156,24 +158,24 @@ OPERATIONS: tuple[Callable[[Tensor, float, int], Tensor], ...] = (
 )
 
 
-FILE_NAME = "processor_config.json"  # as in transformers
+FILE_NAME = "processor_config.json"  # transformers' name
 
 RGB = tuple[float, float, float]
 
-# As timm's `augreg` ViTs were trained; close to the range [-1, 1] that MIM regresses.
+# Those of timm's `augreg` ViTs: pixels are in [-1, 1], which MIM regresses.
 MEAN: RGB = (0.5, 0.5, 0.5)
 STD = MEAN
 
-# `left`, `right`, `leftmost`, `right-hand`, ...: a flipped image would make the caption false.
+# `left`, `right`, `leftmost`, `right-hand`, ...: a flip would make such captions false.
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
 
 Box = tuple[int, int, int, int]  # left, upper, right, lower in pixels
 
 
 class Preprocessing:
-    """Bicubic resizing to a square without a crop, then normalisation (as ALBEF evaluates).
+    """Bicubic resizing to a square without a crop, then normalisation, as in ALBEF's evaluation.
 
-    `mean` and `std` are per channel, of pixel values in [0, 1].
+    `mean` and `std` are per channel, for pixel values in [0, 1].
     """
 
     def __init__(self, image_size: int, mean: RGB = MEAN, std: RGB = STD) -> None:
@@ -187,7 +189,7 @@ class Preprocessing:
 
     def squash(self, image: Image.Image) -> Image.Image:
         """Return an image of any mode and size as upright RGB of image_size x image_size."""
-        # Not cropped: all that a caption names stays in the image.
+        # Not cropped, as captions may name objects near the borders.
         size = (self.image_size, self.image_size)
         image = upright_rgb(image)
         return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
@@ -228,8 +230,8 @@ class Preprocessing:
 def normalise(image: Tensor, mean: RGB = MEAN, std: RGB = STD) -> Tensor:
     """Return (x / 255 - mean) / std of images (..., 3, height, width): float32, on their device."""
     pixels = image.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    # In two steps over the pixels instead of three; by numbers, as a tensor of them would have to
-    # be copied to a GPU, which waits until all that is queued there is done.
+    # Two passes over the pixels instead of three. Numbers, as copying a tensor of them to a GPU
+    # would wait for the work that is queued there.
     scales = (1 / (255 * torch.tensor(std))).tolist()
     shifts = (torch.tensor(mean) / torch.tensor(std)).tolist()
     for channel, scale, shift in zip(pixels.unbind(-3), scales, shifts):
@@ -244,53 +246,46 @@ class TrainTransform:
         self.config = config
         self.preprocessing = preprocessing
 
-    @property
-    def keeps_places(self) -> bool:
-        """Return whether an object of the image lies at the same place in the pixels."""
-        return (
-            not self.config.randaugment and not self.config.hflip and self.config.crop_scale[0] >= 1
-        )
-
     def __call__(
-        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
+        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
-        """Convert to (3, image_size, image_size) float32; `caption` decides about the flip."""
+        """Convert to (3, image_size, image_size) float32; no flip if `caption` names a side."""
         return self.preprocessing.normalise(self.augment(image, rng, caption))
 
     def augment(
-        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
+        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
     ) -> Tensor:
         """Convert to pixels (3, image_size, image_size) uint8, not normalised."""
         return self.prepare(image, rng, caption)()
 
     def prepare(
-        self, image: Image.Image | JpegImage, rng: np.random.Generator, caption: str
+        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
-        """Choose crop and flip now, and return a function that computes `augment`, once."""
+        """Draw crop and flip, and return a function that computes `augment`; call it once."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
         may_flip = not mentions_side(caption)
-        return partial(self._augment, image, *self._choices(image.size, rng, may_flip), rng)
+        return partial(self._augment, image, *self._draw(image.size, rng, may_flip), rng)
 
     def view(
-        self, image: Image.Image | JpegImage, rng: np.random.Generator, may_flip: bool
+        self, image: Image.Image | EncodedImage, rng: np.random.Generator, may_flip: bool
     ) -> tuple[Tensor, bool]:
-        """Convert to pixels (3, image_size, image_size) uint8, and whether they are flipped."""
+        """Return pixels (3, image_size, image_size) uint8, and whether they are flipped."""
         if isinstance(image, Image.Image):
             image = upright_rgb(image)
-        box, hflip = self._choices(image.size, rng, may_flip)
+        box, hflip = self._draw(image.size, rng, may_flip)
         return self._augment(image, box, hflip, rng), hflip
 
-    def _choices(
+    def _draw(
         self, size: tuple[int, int], rng: np.random.Generator, may_flip: bool
     ) -> tuple[Box, bool]:
-        """Choose the crop, and whether it is flipped."""
+        """Draw the crop, and whether to flip it."""
         box = random_crop(*size, self.config.crop_scale, rng)
-        # Drawn even where the caption forbids it, so the draws that follow stay the same.
+        # Drawn in any case, so that later draws do not depend on `may_flip`.
         return box, rng.random() < 0.5 and self.config.hflip and may_flip
 
     def _augment(
-        self, image: Image.Image | JpegImage, box: Box, hflip: bool, rng: np.random.Generator
+        self, image: Image.Image | EncodedImage, box: Box, hflip: bool, rng: np.random.Generator
     ) -> Tensor:
         pixels = self._crop(image, box)
         if hflip:
@@ -301,8 +296,8 @@ class TrainTransform:
             pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
         return pixels
 
-    def _crop(self, image: Image.Image | JpegImage, box: Box) -> Tensor:
-        # Without crops images are resized by Pillow, to the same pixels as in evaluation.
+    def _crop(self, image: Image.Image | EncodedImage, box: Box) -> Tensor:
+        # Without crops Pillow resizes images, to the same pixels as in evaluation.
         if self.config.crop_scale[0] >= 1:
             whole = image if isinstance(image, Image.Image) else image.image()
             return pil_to_tensor(self.preprocessing.squash(whole))
@@ -318,17 +313,17 @@ class TrainTransform:
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = pixels[None, :, upper:lower, left:right]
-        # On 8 bits PyTorch's filter is three times as fast as Pillow's, and within one level.
+        # On uint8 PyTorch's filter is three times as fast as Pillow's, and differs by one level.
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
 
 
 def mentions_side(caption: str) -> bool:
-    """Return whether a caption says left or right, and is false of a flipped image."""
+    """Return whether a caption says left or right, which a flip would make false."""
     return _SIDES.search(caption) is not None
 
 
 def _min_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
-    """Return (width, height) at which an image's crop still has `side` pixels both ways."""
+    """Return (width, height) of the image at which the crop has at least `side` pixels a side."""
     left, upper, right, lower = box
     return math.ceil(size[0] * side / (right - left)), math.ceil(size[1] * side / (lower - upper))
 
@@ -336,10 +331,10 @@ def _min_size(size: tuple[int, int], box: Box, side: int) -> tuple[int, int]:
 def random_crop(
     width: int, height: int, scale: tuple[float, float], rng: np.random.Generator
 ) -> Box:
-    """Draw torchvision's random resized crop: area in `scale`, aspect 3/4..4/3; (l, u, r, d) px."""
+    """Draw torchvision's RandomResizedCrop: share of area in `scale`, aspect ratio 3/4..4/3."""
     if scale[0] >= 1:
         return 0, 0, width, height
-    # All tries at once, most of them for nothing: a draw costs more than a number.
+    # Numbers of all ten tries in one call, as a call costs more than numbers.
     for in_scale, in_aspect in rng.random((10, 2)).tolist():
         area = width * height * (scale[0] + (scale[1] - scale[0]) * in_scale)
         aspect = (3 / 4) ** (1 - 2 * in_aspect)
@@ -351,19 +346,19 @@ def random_crop(
     return 0, 0, width, height
 
 
-View = Literal["image", "shuffled", "blank"]  # shuffled: patches; blank: grey
+View = Literal["image", "shuffled", "blank"]  # shuffled: its patches; blank: grey
 
 
 def apply_view(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor:
-    """Return images (images, 3, height, width) in a view, each shuffled in its own order."""
+    """Return images (images, 3, height, width) in a view; each has its own order of patches."""
     if view == "blank":
         return torch.zeros_like(pixels)
     if view == "image":
         return pixels
-    # Rolled by a random part of a patch, as the grid's cut through an object would tell its place.
+    # Rolled by a random part of a patch: borders of patches that cut an object reveal its position.
     generator = torch.Generator().manual_seed(seed)
     shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
-    rolled = torch.stack([torch.roll(image, by, (-2, -1)) for image, by in zip(pixels, shifts)])
+    rolled = torch.stack([image.roll(shift, (-2, -1)) for image, shift in zip(pixels, shifts)])
     patches = unfold(rolled, patch_size, stride=patch_size)  # (images, values, patches)
     count = patches.shape[-1]
     orders = [torch.randperm(count, generator=generator) for _ in patches]

@@ -1,7 +1,7 @@
 """The index of a folder of shards: two files that any number of processes share.
 
-`index.npz` holds a row per shard (20 to 40 MB for a million shards); `samples-HASH.npy` ten bytes
-per sample, memory-mapped. The former names the latter by the hash of its content.
+`index.npz` holds a row per shard (20 to 40 MB for a million shards) and the name of the other file.
+`samples-HASH.npy`, named after its content, holds ten bytes per sample and is memory-mapped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vlp.io import atomic_write
 
 
 def narrow(values: ArrayLike) -> np.ndarray:
-    """Return non-negative numbers in the smallest signed type; sums of columns are int64."""
-    # Signed, as uint64 mixes with signed types into floats.
+    """Return non-negative numbers in the smallest signed integer type; NumPy sums them in int64."""
+    # Signed, as NumPy makes floats of uint64 with signed integers.
     numbers = np.asarray(values, dtype=np.int64)
     return numbers.astype(np.min_scalar_type(~int(numbers.max(initial=0))))
 
@@ -41,15 +41,16 @@ INDEX_NAME = "index.npz"
 INDEX_VERSION = 3
 TABLE_GLOB = f"samples-{16 * '[0-9a-f]'}.npy"
 
-# Bytes of a table that is read whole to check it: 27 million samples, a fraction of a second.
+# Bytes of a file of samples up to which its hash is checked: 27 million samples, under a second.
 _MAX_CHECKED = 2**28
 
-# blocks of 512 bytes; 0: not readable alone
+# First block and number of blocks (of 512 bytes) of a sample; 0 blocks: only a scan of the shard
+# finds it.
 ROW = np.dtype([("start", "<u4"), ("blocks", "<u4"), ("captions", "<u2")])
 
 
 class ShardEntry(NamedTuple):
-    """One shard of an index; `captions` is a total, `uncaptioned` counts samples without text."""
+    """One shard of an index; `captions` counts all captions, `uncaptioned` samples without one."""
 
     name: str
     samples: int
@@ -63,15 +64,14 @@ _TABLE_NAME = re.compile(rb"samples-[0-9a-f]+\.npy")
 _ROWS_AT_ONCE = 2**13
 _NAMES_AT_ONCE = 2**16
 
-# Sums of a million shards are 64-bit integers too.
-_MAX_NUMBER = 2**43
+_MAX_NUMBER = 2**43  # in a column: sums over a million shards fit 64 bits
 
 
 class ShardTable:
-    """The shards of an index in columns, as in `ShardEntry`, small enough to send to workers."""
+    """The shards of an index as columns of `ShardEntry`; `file` names the file of samples."""
 
     def __init__(self, columns: Mapping[str, ArrayLike], file: str) -> None:
-        # (shards,) UTF-8, ascending; the other columns in the narrowest signed integers.
+        # Columns are (shards,): names in UTF-8, ascending; numbers narrow, as workers get a copy.
         self.names = np.asarray(columns["name"], dtype=np.bytes_)
         self.samples, self.bytes, self.captions, self.uncaptioned = (
             narrow(columns[name]) for name in ShardEntry._fields[1:]
@@ -83,27 +83,25 @@ class ShardTable:
     def from_entries(cls, entries: Iterable[ShardEntry], file: str) -> ShardTable:
         """Return the table of entries in ascending order of names."""
         rows = list(entries)
-        columns: dict[str, list[Any]] = {
-            field: [row[number] for row in rows] for number, field in enumerate(ShardEntry._fields)
-        }
-        return cls(columns | {"name": [row.name.encode() for row in rows]}, file)
+        columns = {field: [getattr(row, field) for row in rows] for field in ShardEntry._fields}
+        return cls(columns | {"name": [name.encode() for name in columns["name"]]}, file)
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns by the names of `ShardEntry`."""
+        """Return the columns by field of `ShardEntry`."""
         columns = (self.names, self.samples, self.bytes, self.captions, self.uncaptioned)
         return dict(zip(ShardEntry._fields, columns))
 
     @property
     def pairs(self) -> np.ndarray:
-        """Numbers of (image, caption) pairs of each shard; a sample without text counts as one."""
+        """Number of (image, caption) pairs of each shard; a sample without captions is one."""
         return np.add(self.captions, self.uncaptioned, dtype=np.int64)
 
     def unknown(self, names: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the names that no shard has."""
         remaining = iter(names)
         while batch := list(islice(remaining, _NAMES_AT_ONCE)):
-            # Ascending names are found ten times as fast.
+            # A search for ascending names is ten times as fast.
             ordered = np.sort(np.array(batch))
             left, right = (np.searchsorted(self.names, ordered, side) for side in ("left", "right"))
             yield from ordered[left == right].tolist()
@@ -112,13 +110,8 @@ class ShardTable:
         return len(self.names)
 
     def __getitem__(self, number: int) -> ShardEntry:
-        return ShardEntry(
-            self.names[number].decode(),
-            int(self.samples[number]),
-            int(self.bytes[number]),
-            int(self.captions[number]),
-            int(self.uncaptioned[number]),
-        )
+        name, *numbers = (column[number] for column in self.columns.values())
+        return ShardEntry(name.decode(), *map(int, numbers))
 
     def __iter__(self) -> Iterator[ShardEntry]:
         for start in range(0, len(self), _ROWS_AT_ONCE):
@@ -128,7 +121,7 @@ class ShardTable:
 
 
 def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
-    """Return the shards that an `index.npz` names; `where` and `remedy` are for messages."""
+    """Read `index.npz`; `where` and `remedy` are for messages."""
     try:
         with ZipFile(file) as archive:
             version = int(_member(archive, "version", "i", ()))
@@ -137,9 +130,9 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
     except Exception as error:  # archives and numpy's headers fail in many ways
         reason = shorten(str(error) or type(error).__name__, 200)
         raise ConfigError(f"{where}: not an index of shards ({reason}); {remedy}") from error
-    kind = "an older" if version < INDEX_VERSION else "a newer"
+    age = "an older" if version < INDEX_VERSION else "a newer"
     raise ConfigError(
-        f"{where}: an index of {kind} version ({version}, this is {INDEX_VERSION}); {remedy}"
+        f"{where}: an index of {age} version, {version} instead of {INDEX_VERSION}; {remedy}"
     )
 
 
@@ -152,13 +145,13 @@ def _table(archive: ZipFile) -> ShardTable:
     for field in ShardEntry._fields[1:]:
         numbers = columns[field] = _member(archive, field, "i", names.shape)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MAX_NUMBER:
-            raise ValueError(f"{field}: from {numbers.min()} to {numbers.max()}")
+            raise ValueError(f"{field}: numbers from {numbers.min()} to {numbers.max()}")
     for start in range(0, len(names), _ROWS_AT_ONCE):
         for name in names[start : start + _ROWS_AT_ONCE].tolist():
             if not _NAME.fullmatch(name.decode()):
                 raise ValueError(f"name: {name!r}")
     if not (names[:-1] < names[1:]).all():
-        raise ValueError("name: they do not ascend")
+        raise ValueError("name: the names do not ascend")
     return ShardTable(columns, file.decode())
 
 
@@ -167,62 +160,65 @@ def _member(
 ) -> np.ndarray:
     """Return an array of the archive; without a `shape` it is a column of any length."""
     info = archive.getinfo(f"{name}.npy")
-    if info.compress_type != ZIP_STORED:  # it could be of any size
+    if info.compress_type != ZIP_STORED:  # a small file could unpack to gigabytes
         raise ValueError(f"{name}: is compressed")
     with archive.open(info) as file:
         array = np.lib.format.read_array(file, allow_pickle=False)
     if array.dtype.kind != kind or array.ndim != (1 if shape is None else len(shape)):
         raise ValueError(f"{name}: {array.dtype} of shape {array.shape}")
     if shape not in (None, array.shape):
-        raise ValueError(f"{name}: {len(array)} of {shape[0]}")
+        raise ValueError(f"{name}: {len(array)} entries of {shape[0]} shards")
     return array
 
 
 def map_samples(path: Path | str, table: ShardTable, check: bool = True) -> np.ndarray | None:
-    """Return the memory-mapped rows of all samples, or None; `check` verifies short files' hash."""
+    """Map the rows of all samples into memory; None if the file is missing.
+
+    `check` compares the content of files up to 256 MB with the hash in their name.
+    """
     try:
         size = os.stat(path).st_size
         if size != table_bytes(table.total):
-            raise ValueError(f"of {size} bytes, not {table_bytes(table.total)}")
-        # An empty file cannot be mapped.
+            raise ValueError(f"{size} bytes instead of {table_bytes(table.total)}")
+        # An empty array cannot be mapped.
         rows = np.load(path, mmap_mode="r") if table.total else np.empty(0, ROW)
         if rows.dtype != ROW or rows.shape != (table.total,):
             raise ValueError(f"{rows.shape} rows of {rows.dtype}")
         if check and size <= _MAX_CHECKED and fnmatchcase(table.file, TABLE_GLOB):
             name = _table_name([rows])
             if name != table.file:
-                raise ValueError(f"its content is that of {name}")
+                raise ValueError(f"its content belongs to {name}")
     except FileNotFoundError:
         return None
-    except Exception as error:  # numpy reads a header as Python, which fails in many ways
+    except Exception as error:  # numpy evaluates the header, which fails in many ways
         raise ConfigError(f"{path}: damaged ({error}); index the folder again") from error
     return rows.view(np.ndarray)
 
 
 def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.ndarray:
-    """Return the rows of a shard's samples from their headers."""
+    """Return the rows of a shard's samples, given their tar members and numbers of captions."""
     ends = [
         max(-(-(member.offset + member.size) // BLOCK) for member in sample.files.values())
         for sample in samples
     ]
     rows = rows_of(ends, captions)
-    rows["blocks"][[sample.repeated for sample in samples]] = 0
+    rows["blocks"][[sample.repeated for sample in samples]] = 0  # a scan will find the repetition
     return rows
 
 
 def rows_of(ends: Sequence[int], captions: Sequence[int]) -> np.ndarray:
-    """Return index rows of consecutive samples, which end at blocks `ends` (exclusive)."""
+    """Return the rows of adjacent samples, given the block after the last of each."""
     stops = np.array(ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     rows = np.empty(len(stops), dtype=ROW)
     rows["start"], rows["blocks"] = starts, stops - starts
-    rows["blocks"][stops > np.iinfo("u4").max] = 0  # not addressable: beyond 2 TiB of a tar
+    rows["blocks"][stops > np.iinfo("u4").max] = 0  # behind 2 TiB of a tar: not addressable
     rows["captions"] = np.minimum(captions, np.iinfo("u2").max)
     return rows
 
 
 class SurveyedShard(NamedTuple):
-    """A shard as surveyed: its name, length in bytes, and rows of samples."""
+    """A shard's name, length in bytes, and rows of samples."""
 
     name: str
     bytes: int
@@ -230,7 +226,7 @@ class SurveyedShard(NamedTuple):
 
     @property
     def entry(self) -> ShardEntry:
-        """Return its entry in the index."""
+        """Return the shard's entry in the index."""
         captions = self.rows["captions"]
         return ShardEntry(
             self.name,
@@ -242,28 +238,23 @@ class SurveyedShard(NamedTuple):
 
 
 def write_index(folder: Path, shards: Sequence[SurveyedShard]) -> None:
-    """Write both files; concurrent readers see the old ones or the new ones."""
-    table = _write_samples(folder, shards)
+    """Write both files of an index; concurrent readers see the old index or the new one."""
+    table = _table_name(shard.rows for shard in shards)
+    with atomic_write(folder / table, durable=True) as file:
+        file.write(npy_header(ROW, (sum(len(shard.rows) for shard in shards),)))
+        for shard in shards:
+            file.write(shard.rows.tobytes())
     write_table(folder, (shard.entry for shard in shards), table)
-    for old in (*folder.glob(TABLE_GLOB), *folder.glob(f"{TABLE_GLOB}.tmp")):  # killed at it
+    for old in (*folder.glob(TABLE_GLOB), *folder.glob(f"{TABLE_GLOB}.tmp")):  # .tmp: of a crash
         if old.name != table:
             old.unlink(missing_ok=True)
 
 
 def write_table(folder: Path, entries: Iterable[ShardEntry], table: str) -> None:
-    """Write `index.npz` alone, given the name of the file of samples that belongs to it."""
+    """Write `index.npz` alone; `table` is the name of the file of samples."""
     columns = ShardTable.from_entries(entries, table).columns
     with atomic_write(folder / INDEX_NAME, durable=True) as file:
         np.savez(file, version=INDEX_VERSION, table=np.bytes_(table), **columns)  # type: ignore[arg-type]
-
-
-def _write_samples(folder: Path, shards: Sequence[SurveyedShard]) -> str:
-    name = _table_name(shard.rows for shard in shards)
-    with atomic_write(folder / name, durable=True) as file:
-        file.write(npy_header(ROW, (sum(len(shard.rows) for shard in shards),)))
-        for shard in shards:
-            file.write(shard.rows.tobytes())
-    return name
 
 
 def _table_name(parts: Iterable[np.ndarray]) -> str:
@@ -279,7 +270,7 @@ def table_bytes(samples: int) -> int:
 
 
 def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the bytes of a .npy file before its numbers."""
+    """Return the bytes of a .npy file before its data."""
     header = BytesIO()
     descr = np.lib.format.dtype_to_descr(dtype)
     np.lib.format.write_array_header_1_0(
@@ -289,25 +280,25 @@ def npy_header(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 def no_shards_in(folder: Path) -> str:
-    """Return the error for a folder without shards, with its subfolders that have some."""
+    """Return the message for a folder without shards; it names subfolders that hold shards."""
     inner = sorted({shard.parent.name for shard in folder.glob("*/*.tar")})
-    hint = f"; name one of its subfolders that do: {', '.join(inner[:6])}" if inner else ""
+    hint = f"; name a subfolder that holds shards: {', '.join(inner[:6])}" if inner else ""
     return f"{folder}: holds no shards (*.tar){hint}"
 
 
 def require_single_split(folder: Path | str, names: Iterable[str]) -> None:
-    """Refuse shards that their names give to several splits: `train-000.tar`, `val-000.tar`."""
+    """Refuse shards of several splits by their names: `train-000.tar` and `val-000.tar`."""
     splits = {split_of(name): name for name in names}
     splits.pop(None, None)
     if len(splits) > 1:
         raise ConfigError(
-            f"{folder}: by their names its shards are of several splits ("
-            f"{', '.join(splits.values())}); put those of each into a folder of its own"
+            f"{folder}: by their names the shards are of several splits ("
+            f"{', '.join(splits.values())}); put the shards of each split into a folder of its own"
         )
 
 
 class Survey(NamedTuple):
-    """A shard for the index, its keys, and the problem behind its last sample."""
+    """A shard for the index, the keys of its samples, and the damage after the last one."""
 
     shard: SurveyedShard
     keys: list[str]
@@ -315,7 +306,7 @@ class Survey(NamedTuple):
 
 
 def survey(path: Path) -> Survey:
-    """Read a shard's headers and annotations; a sample that cannot be read has no captions."""
+    """Read a shard's headers and annotations; a bad annotation counts as no captions."""
     try:
         handle = open_tar(path)
     except OSError as error:
@@ -338,9 +329,9 @@ def index_folder(
     folder: str | Path,
     mapped: Callable[[Callable[[Path], Survey], Sequence[Path]], Iterable[Survey]] = map,
 ) -> list[str]:
-    """Write a folder's index and return one message for each empty or damaged shard.
+    """Write a folder's index and return a message for each empty or damaged shard.
 
-    `mapped` applies a picklable function to each shard, as `map` does. The caller holds the lock.
+    `mapped` is `map` or a parallel one. The caller holds the folder's lock.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -361,7 +352,7 @@ def index_folder(
     except OSError as error:
         path = error.filename or folder / INDEX_NAME
         raise ConfigError(
-            f"{path}: {error.strerror}; the folder is not indexed, put that right and run again"
+            f"{path}: {error.strerror}; the folder has no index yet, solve this and run again"
         ) from error
     return problems
 
@@ -382,7 +373,7 @@ class LRUCache(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the value of `key`, made if missing; nothing is kept if `make` raises."""
+        """Return the value of `key`, computed by `make` if missing."""
         if key in self._values:
             self._values.move_to_end(key)
             return self._values[key]

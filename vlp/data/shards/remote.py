@@ -1,4 +1,4 @@
-"""Shards behind a URL, by fsspec: repeated tries, the folder, and its cache on a local disk."""
+"""Shards behind a URL, read by fsspec: retries, the remote folder, and its local cache."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ from vlp.io import (
     write_text,
 )
 
-# Seconds before the second try, and the most before a later one.
+# Exponential backoff: seconds before the first retry, and at most.
 _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 30.0
 
-# HTTP: the request took too long, too many requests.
-_WORTH_ANOTHER_TRY = (408, 429)
+_RETRYABLE_STATUS = (408, 429)  # HTTP: request timeout, too many requests
 
-# Of S3 and of Google's clouds, where none are set up.
+# Exceptions of S3 and Google Cloud without credentials.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 
 Value = TypeVar("Value")
@@ -56,13 +55,13 @@ class OutageConfig(Config):
     seconds: float = Field(
         600.0,
         ge=0,
-        description="how long a file is asked for again after its first failure; ranks wait for "
-        "each other for training.timeout at most",
+        description="how long a file is retried after its first failure; keep it below "
+        "training.timeout, after which ranks give up on each other",
     )
     policy: Literal["fail", "pause", "skip"] = Field(
         "fail",
-        description="what follows when it cannot be had: fail ends the run; pause ends it with "
-        "exit code 75, by which schedulers start it again; skip drops its samples, counted",
+        description="fail: end the run; pause: end it with exit code 75, so that the scheduler "
+        "starts it again; skip: skip and count the file's samples",
     )
 
 
@@ -70,7 +69,7 @@ DEFAULT_OUTAGES = OutageConfig()
 
 
 class Unreachable(Exception):
-    """A file that stayed unreachable; the message has the last reason."""
+    """Failure of the last retry of a file."""
 
 
 _retries: Any = None
@@ -91,10 +90,10 @@ def share_retries(count: Any) -> None:
 
 
 def with_retries(attempt: Callable[[], Value], seconds: float, location: object) -> Value:
-    """Return the value of `attempt`, tried again for `seconds` after its first failure.
+    """Return the value of `attempt`, which is retried for `seconds` after its first failure.
 
     FileNotFoundError, PermissionError, ConfigError and DataError are raised at once; Unreachable
-    after the last of several tries. `location` is named in a message that is logged once.
+    after the last retry. The first failure prints a message with `location`.
     """
     deadline, wait, tries = float("inf"), _FIRST_WAIT, 0
     while True:
@@ -102,19 +101,19 @@ def with_retries(attempt: Callable[[], Value], seconds: float, location: object)
             return attempt()
         except (FileNotFoundError, PermissionError, ConfigError, DataError):
             raise
-        except Exception as error:  # every store has its own
+        except Exception as error:  # each store raises exceptions of its own
             tries += 1
             status = getattr(error, "status", 0)
             message = redact(str(error))
             reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
-            cause = error if message == str(error) else None
-            refused = 400 <= status < 500 and status not in _WORTH_ANOTHER_TRY
-            if refused or type(error).__name__ in _NO_CREDENTIALS:
+            cause = error if message == str(error) else None  # the traceback would show secrets
+            is_refused = 400 <= status < 500 and status not in _RETRYABLE_STATUS
+            if is_refused or type(error).__name__ in _NO_CREDENTIALS:
                 raise PermissionError(reason) from cause
             if tries == 1:
                 deadline = time.monotonic() + seconds
-                print(f"{location}: {reason}; tried again for {seconds:g} s", file=sys.stderr)
-            # A thousand ranks that failed together must not come back together.
+                print(f"{location}: {reason}; retrying for {seconds:g} s", file=sys.stderr)
+            # Random, so that a thousand ranks that failed together do not retry together.
             pause = wait * random.uniform(0.5, 1.0)
             if time.monotonic() + pause > deadline:
                 raise Unreachable(f"{reason}; tried {tries} times") from cause
@@ -125,13 +124,13 @@ def with_retries(attempt: Callable[[], Value], seconds: float, location: object)
 
 
 MANIFEST_NAME = "manifest.json"
-# User info and query, where the value of a variable is quoted.
+# User info and query of a URL, in which values of variables are percent-encoded.
 _QUOTED = re.compile(r"https?://[^/?#]*@|\?.*")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
-# Without limits a dead connection would be waited for, and a large shard cut off after 5 minutes:
-# until it is there, and without a byte on it.
-_CONNECT_SECONDS, _SILENT_SECONDS = 30.0, 60.0
+# Timeouts of a connection and of a read without a byte; aiohttp's own, 5 minutes in all, would cut
+# off large shards.
+_CONNECT_SECONDS, _READ_SECONDS = 30.0, 60.0
 
 
 def is_url(location: object) -> bool:
@@ -140,7 +139,7 @@ def is_url(location: object) -> bool:
 
 
 class RemoteFolder:
-    """A folder behind a URL; each process connects by itself."""
+    """A folder behind a URL; each process opens its own connection."""
 
     def __init__(self, url: str, outages: OutageConfig = DEFAULT_OUTAGES) -> None:
         self.url, self.outages = url.rstrip("/"), outages
@@ -154,7 +153,7 @@ class RemoteFolder:
         return f"{redact(self.url.partition('?')[0])}/{name}"
 
     def read(self, name: str, optional: bool = False) -> bytes | None:
-        """Return a small file, None if missing; an `optional` file may also be forbidden."""
+        """Return a small file; None if missing or, if `optional`, forbidden."""
 
         def attempt() -> bytes:
             files, path = self._connect()
@@ -167,20 +166,20 @@ class RemoteFolder:
         except PermissionError as error:
             if optional:
                 return None
-            raise ConfigError(f"{self / name}: the store refuses it ({error})") from error
+            raise ConfigError(f"{self / name}: the store denies access ({error})") from error
         except Unreachable as error:
-            if self.outages.policy == "pause":  # a start within an outage is one more pause
+            if self.outages.policy == "pause":  # a run restarted within an outage pauses again
                 bad = BadSample("missing shard", f"{self / name} ({error})")
                 raise outage_error(bad, self.outages.policy) from error
             raise ConfigError(f"{self / name}: cannot be fetched ({error})") from error
 
     def fetch(self, name: str, target: str) -> None:
-        """Write a file to a local path, in one try."""
+        """Download a file to a local path, without retries."""
         files, path = self._connect()
         files.get_file(f"{path}/{name}", target)
 
     def digests(self, names: np.ndarray) -> dict[str, str]:
-        """Return SHA-256 of the shards as far as the folder's manifest.json says them."""
+        """Return the SHA-256 of shards by name, as far as the folder's manifest.json has them."""
         content = self.read(MANIFEST_NAME, optional=True)
         if content is None:
             return {}
@@ -188,9 +187,9 @@ class RemoteFolder:
         try:
             shards = parse_json(content)["shards"]
             digests = {shard["name"]: shard["sha256"] for shard in shards if shard.get("sha256")}
-            # They become parts of paths.
+            # Digests become part of paths.
             if not all(map(_SHA256.fullmatch, digests.values())):
-                raise ValueError("a sha256 of other than 64 hexadecimal digits")
+                raise ValueError("a sha256 is not 64 hexadecimal digits")
             return {name: digest for name, digest in digests.items() if name in shard_names}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -198,7 +197,7 @@ class RemoteFolder:
             ) from error
 
     def _connect(self) -> tuple[Any, str]:
-        # A connection is of one process: a forked one must not use its parent's.
+        # A forked process must not use its parent's connection.
         if self._connection is None or self._connection[0] != os.getpid():
             self._connection = os.getpid(), open_filesystem(self.url)
         return self._connection[1]
@@ -212,7 +211,7 @@ class RemoteFolder:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path in it; `${NAME}` is an environment variable."""
+    """Return the fsspec file system of a URL and the path in it; `${NAME}`: environment variable."""
     import fsspec
 
     protocol, location = url.split("://")[0], _expand_variables(url)
@@ -222,10 +221,10 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             import aiohttp
 
             timeout = aiohttp.ClientTimeout(
-                total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
+                total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
             )
             options["client_kwargs"] = {"timeout": timeout}
-            # Credentials and query are request options, as error messages show the path.
+            # Credentials and query are request options: error messages show the path.
             parts = urlsplit(location)
             if parts.username is not None:
                 user = unquote(parts.username), unquote(parts.password or "")
@@ -238,7 +237,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     except ImportError as error:
         raise ConfigError(f"{url}: {error}") from error
     except ValueError as error:
-        raise ConfigError(f"{url}: the protocol {protocol!r} is not known") from error
+        raise ConfigError(f"{url}: unknown protocol {protocol!r}") from error
     return files, path
 
 
@@ -246,54 +245,51 @@ def _expand_variables(url: str) -> str:
     """Return a URL with its variables replaced by their values."""
     if HIDDEN in url:
         raise ConfigError(
-            f"{url}: {HIDDEN} stands for what was left out when this was written; name the URL as "
-            "it was, or with ${NAME} for a variable of the environment in its place"
+            f"{url}: {HIDDEN} stands for what was left out, a secret; give the whole URL, or put "
+            "${NAME} for an environment variable in its place"
         )
     missing = [name for name in REFERENCE.findall(url) if name not in os.environ]
     if missing:
-        raise ConfigError(f"{url}: the environment has no variable {missing[0]}; set it")
-    # A path is inserted as it is; in user info and query of HTTP `/`, `@` and `&` have a meaning.
+        raise ConfigError(f"{url}: the environment variable {missing[0]} is not set; set it")
+    # Paths are inserted unquoted; in user info and query `/`, `@` and `&` are delimiters.
     if re.search("https?://", url):
         url = _QUOTED.sub(
-            lambda part: _with_values(part[0], lambda text: quote(text, safe="")), url
+            lambda part: REFERENCE.sub(lambda name: quote(os.environ[name[1]], safe=""), part[0]),
+            url,
         )
-    return _with_values(url, str)
-
-
-def _with_values(text: str, encode: Callable[[str], str]) -> str:
-    return REFERENCE.sub(lambda match: encode(os.environ[match[1]]), text)
+    return REFERENCE.sub(lambda name: os.environ[name[1]], url)
 
 
 def file_of(url: str) -> tuple[str, str]:
-    """Return the URL of a file's folder, with the file's query, and the file's name."""
+    """Split a URL (or path) of a file into its folder, with the query, and the file's name."""
     path, mark, query = url.partition("?")
     folder, _, name = path.rpartition("/")
     return f"{folder}{mark}{query}", name
 
 
 # --- The cache ---
-# Any number of processes share one folder without a server. A file appears under its name only when
-# it is whole and checked, so none ever sees a half-written one. All locks are the kernel's own
-# (`flock`): they end with the process that holds them, whatever ends it. Who reads a file holds a
-# shared lock on it, and only a file without one is ever removed. A list of what was fetched tells
-# the cache's files from others that lie in its folder: those are neither counted nor removed.
+# Any number of processes share a folder without a server. A file is renamed to its final name when
+# it is complete and verified, so that no process reads a partial one. Locks are the kernel's
+# (`flock`) and end with their process. A reader holds a shared lock on its file, and eviction
+# removes only files without one. `fetched.json` lists the cache's files: others in the folder are
+# neither counted nor removed.
 
 _PART = ".part"
 _FETCHED = "fetched.json"
 _PATH = re.compile(r"[0-9a-f]{16}/[^/]+\.(?:[0-9a-f]{16}|unknown)\.(\d+)")
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
-# A shard that could not be had is not tried again for so long: it holds a thousand samples.
+# A failed shard is not retried for this long: each of its thousand samples would wait for it.
 _FAILURE_SECONDS = 600
 
-# Files that a process fetches at a time ahead of its reading; with one, reading that has caught up
-# would wait for each file in turn while nothing else is fetched.
-FETCHED_AHEAD = 2
+# Prefetching threads of a process: with one, a reader that has caught up with it would wait for
+# each file while no other is downloaded.
+PREFETCH_THREADS = 2
 
-# How long a full cache is waited for: other processes may be done with a shard.
+# How long to wait for other processes to close files of a full cache.
 _FULL_SECONDS = 30.0
 
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class CachedFile(NamedTuple):
@@ -306,30 +302,30 @@ class CachedFile(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Return its path in the cache; another content of that name has another path."""
+        """Path in the cache's folder; files of one name but other content differ in path."""
         source = hashlib.blake2b(self.folder.url.encode(), digest_size=8).hexdigest()
         return f"{source}/{self.name}.{(self.sha256 or 'unknown')[:16]}.{self.bytes}"
 
 
 class _Failure(NamedTuple):
-    until: float
+    until: float  # of time.monotonic
     bad: BadSample
     may_pass: bool
 
 
 class _Full(Exception):
-    """Cache that is full with nothing to evict."""
+    """A full cache in which every file is being read or downloaded."""
 
 
 class ShardCache:
-    """A local folder of fetched files with LRU eviction, safe to fork or spawn with.
+    """A local folder of downloads with LRU eviction, shared by processes, forked or spawned.
 
-    `limit` is the bytes of all files in it, including those being fetched.
+    `limit` bounds the bytes of all files, including those being downloaded.
     """
 
     def __init__(self, folder: str | Path, limit: int) -> None:
         self.folder, self.limit = Path(folder), limit
-        self._release: list[Callable[[], object]] = []
+        self.on_full: list[Callable[[], object]] = []  # called to close open files for eviction
         self._failures: dict[str, _Failure] = {}
         self._background: tuple[int, SimpleQueue[CachedFile]] | None = None
         try:
@@ -338,16 +334,16 @@ class ShardCache:
             status = self.folder.stat()
         except OSError as error:
             raise ConfigError(f"data.cache.folder {folder}: {error.strerror}") from error
-        # A name in a shared temporary folder may have been taken by somebody else before.
+        # Another user may have created a folder of this name in a shared temporary folder.
         is_foreign = os.geteuid() != 0 and status.st_uid not in (os.geteuid(), 0)
         if is_foreign or status.st_mode & stat.S_IWOTH:
             raise ConfigError(
-                f"data.cache.folder {folder}: is not this user's, or all users may write into it; "
-                "name a folder of your own"
+                f"data.cache.folder {folder}: belongs to another user, or all users may write into "
+                "it; give a folder of your own"
             )
 
     def open(self, file: CachedFile) -> int:
-        """Return a handle of the whole file, fetched first if missing; BadSample or DataError."""
+        """Open a file, downloaded first if missing; raises BadSample or DataError."""
         self._check(file)
         path = self.folder / file.path
         deadline = time.monotonic() + _FULL_SECONDS
@@ -361,7 +357,7 @@ class ShardCache:
             except OSError as error:
                 raise DataError(f"data.cache.folder {self.folder}: {error.strerror}") from error
             except _Full:
-                for release in self._release:
+                for release in self.on_full:
                     release()
                 if time.monotonic() > deadline:
                     raise DataError(
@@ -372,24 +368,20 @@ class ShardCache:
                 time.sleep(random.uniform(0.1, 0.3))
 
     def holds(self, file: CachedFile) -> bool:
-        """Return whether the whole file is here."""
+        """Return whether the cache holds the complete file."""
         return (self.folder / file.path).exists()
 
     def prefetch(self, file: CachedFile) -> None:
-        """Fetch a file in the background; errors are raised when it is opened."""
+        """Download a file in the background; `open` raises its errors."""
         if self._background is None or self._background[0] != os.getpid():
             queue: SimpleQueue[CachedFile] = SimpleQueue()
             self._background = os.getpid(), queue
-            for _ in range(FETCHED_AHEAD):
+            for _ in range(PREFETCH_THREADS):
                 threading.Thread(target=self._fetch_all, args=(queue,), daemon=True).start()
         self._background[1].put(file)
 
-    def when_full(self, release: Callable[[], object]) -> None:
-        """Register `release`, called to close open files when room is needed."""
-        self._release.append(release)
-
     def used(self) -> int:
-        """Return the bytes of all files, those being fetched included with their full length."""
+        """Return the bytes of all files; files being downloaded count with their full length."""
         return sum(size for _, size, _ in self._files())
 
     def _fetch_all(self, queue: SimpleQueue[CachedFile]) -> None:
@@ -399,7 +391,7 @@ class ShardCache:
             with suppress(BadSample, DataError, _Full, OSError):
                 self._check(file)
                 if path.exists():
-                    os.utime(path)  # soon to be read, so not to be removed before others
+                    os.utime(path)  # read soon: other files are evicted before it
                 else:
                     self._fill(file, path, wait=False)
 
@@ -414,13 +406,13 @@ class ShardCache:
             raise outage_error(failure.bad, file.folder.outages.policy, failure.may_pass)
 
     def _fill(self, file: CachedFile, path: Path, wait: bool = True) -> None:
-        """Fetch a file unless another process has it or, without `wait`, is fetching it."""
+        """Download a file unless another process does; with `wait` then wait for that process."""
         part = path.with_name(path.name + _PART)
         path.parent.mkdir(parents=True, exist_ok=True)
         with _fetch_lock(part, path, wait) as is_missing:
             if not is_missing:
                 return
-            self._check(file)  # a thread of this process may have tried meanwhile
+            self._check(file)  # another thread may have failed meanwhile
             self._make_room(file)
             self._fetch(file, part)
             part.rename(path)
@@ -433,13 +425,13 @@ class ShardCache:
             try:
                 file.folder.fetch(file.name, str(part))
             except OSError as error:
-                if error.errno in _DISK_TROUBLE:
+                if error.errno in _DISK_ERRORS:
                     raise DataError(
-                        f"data.cache.folder {self.folder}: {error.strerror}; it may hold "
+                        f"data.cache.folder {self.folder}: {error.strerror}; it needs room for "
                         f"data.cache.limit {self.limit:,} bytes"
                     ) from error
                 raise
-            _require_whole(file, part)
+            _require_complete(file, part)
 
         try:
             with_retries(attempt, file.folder.outages.seconds, where)
@@ -447,7 +439,7 @@ class ShardCache:
         except (FileNotFoundError, PermissionError) as error:
             self._fail(file, BadSample("missing shard", f"{where} ({error})"), error)
         except Unreachable as error:
-            kind = "corrupt shard" if isinstance(error.__cause__, _NotComplete) else "missing shard"
+            kind = "corrupt shard" if isinstance(error.__cause__, _Incomplete) else "missing shard"
             self._fail(file, BadSample(kind, f"{where} ({error})"), error)
 
     def _fail(self, file: CachedFile, bad: BadSample, cause: Exception) -> NoReturn:
@@ -456,7 +448,7 @@ class ShardCache:
         raise outage_error(bad, file.folder.outages.policy, may_pass) from cause
 
     def _make_room(self, file: CachedFile) -> None:
-        """Reserve room for a file being fetched, and evict others until all fit."""
+        """List a file as being downloaded, and evict others until all files fit the limit."""
         with open(self.folder / "lock", "a", opener=open_nofollow) as lock:
             flock(lock, LOCK_EX)
             listed = self._listed_paths()
@@ -471,12 +463,12 @@ class ShardCache:
             for _, size, path in files:
                 if excess > 0 and _remove_unused(path):
                     excess -= size
-            # Counted again: what was not where it had been seen may have been renamed, not removed.
+            # Counted again: a file missing at its path may have been renamed instead of removed.
             if self.used() > self.limit:
                 raise _Full
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Yield last use, full length and path of every file of the cache."""
+        """Yield the last use (seconds since 1970), full length and path of every file."""
         for name in self._listed_paths():
             if match := _PATH.fullmatch(name):
                 for path in self._paths_of(name):
@@ -484,14 +476,14 @@ class ShardCache:
                         yield os.stat(path).st_mtime, int(match[1]), path
 
     def _listed_paths(self) -> list[str]:
-        """Return the paths of all files whole or being fetched by any process."""
+        """Return the relative paths of all files, complete or being downloaded by any process."""
         try:
             return [*map(str, parse_json((self.folder / _FETCHED).read_bytes()))]
         except (FileNotFoundError, ValueError, TypeError):
             return []
 
     def _paths_of(self, path: str) -> tuple[str, str]:
-        """Return the paths of a file during its download and after it, to be read in this order."""
+        """Return a file's paths during and after its download: looked up in the order of renaming."""
         full_path = str(self.folder / path)
         return full_path + _PART, full_path
 
@@ -502,20 +494,20 @@ class ShardCache:
         self.__init__(state["folder"], state["limit"])  # type: ignore[misc]
 
 
-class _NotComplete(Exception):
+class _Incomplete(Exception):
     """Download that differs from the index or the manifest."""
 
 
-def _require_whole(file: CachedFile, part: Path) -> None:
+def _require_complete(file: CachedFile, part: Path) -> None:
     size = part.stat().st_size
     if size != file.bytes:
-        raise _NotComplete(f"{size:,} bytes came, its index says {file.bytes:,}")
+        raise _Incomplete(f"received {size:,} bytes, the index says {file.bytes:,}")
     if file.sha256 is not None and sha256_of(part) != file.sha256:
-        raise _NotComplete("its SHA-256 is not that of the manifest")
+        raise _Incomplete("the SHA-256 differs from the manifest's")
 
 
 def _open_whole(path: Path, size: int) -> int | None:
-    """Return a handle with a shared lock on a file of the cache; None if it is missing."""
+    """Return a handle with a shared lock on a complete file of the cache, else None."""
     try:
         handle = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -526,14 +518,14 @@ def _open_whole(path: Path, size: int) -> int | None:
         os.utime(handle)
         return handle
     os.close(handle)
-    if status.st_nlink:  # damaged after it was fetched
+    if status.st_nlink:  # of another length: damaged after its download
         path.unlink(missing_ok=True)
     return None
 
 
 @contextmanager
 def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
-    """Lock a file being fetched; False if another process has it or, without `wait`, fetches it."""
+    """Lock a download; yield False if it is done or, without `wait`, if another process has it."""
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
@@ -543,8 +535,8 @@ def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
                 if not wait:
                     yield False
                     return
-                # Whoever fetches it is waited for. By now it may be whole and have its name, and
-                # its readers, who may read it for long, would keep an exclusive lock waiting.
+                # Wait for the other process by a shared lock: once the file has its final name,
+                # readers may hold theirs for long, and an exclusive lock would wait for them.
                 flock(handle, LOCK_SH)
                 continue
             is_current = _is_same_file(handle, part)
@@ -557,7 +549,7 @@ def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
                 try:
                     yield True
                 finally:
-                    if _is_same_file(handle, part):  # it was not renamed
+                    if _is_same_file(handle, part):  # failed: not renamed
                         part.unlink(missing_ok=True)
                 return
         finally:
@@ -572,7 +564,7 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 
 def _remove_unused(path: str) -> bool:
-    """Remove a file unless somebody reads or fetches it."""
+    """Remove a file and return True, unless it is being read or downloaded."""
     try:
         handle = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:

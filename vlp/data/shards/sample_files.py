@@ -1,4 +1,4 @@
-"""Samples of an open shard: the files that belong together, and their contents."""
+"""Samples of an open shard: grouping of tar members by key, and parsing of their contents."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from vlp.io import Redacted, parse_json, redact
 
 IMAGES = tuple(suffix[1:] for suffix in file_names.IMAGES)
 
-# What can be wrong with a sample of a shard. Tasks that read other files have kinds of their own.
+# Kinds of fault of a shard's sample. Tasks that read other files have more kinds.
 KINDS = (
-    "missing shard",  # gone, or it cannot be opened
+    "missing shard",  # it does not exist or cannot be opened
     "corrupt shard",  # the shard is damaged before the sample ends
     "duplicate key",  # the key came before in the shard
-    "missing image",  # there is no KEY.jpg|jpeg|png|webp|gif|bmp; links are not followed
+    "missing image",  # no KEY.jpg|jpeg|png|webp|gif|bmp; links are not followed
     "image too large",  # in bytes, pixels, sides or scans, beyond `vlp.data.limits`
-    "unreadable image",  # no image, or damaged
-    "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or means something else
-    "no text",  # an image alone
+    "unreadable image",  # not an image, or damaged
+    "bad annotation",  # KEY.json or KEY.txt is damaged, too large, or not of `vlp.data.schema`
+    "no text",  # an image without the text that training needs
 )
 
-# The files of a sample lie side by side and are read at once, unless more than this lies between.
+# A sample's files are adjacent and read at once, unless more unneeded bytes lie between them.
 _GAP = 2**20
 
 _TEXTS = ("json", "txt", "cls")
 
-# A longer sample is read file by file, as far as it is wanted.
+# Longer samples are not read as a whole, but file by file as needed.
 _BYTES_AT_ONCE = 2**20
 
 Reader = Callable[[Member], bytes]
@@ -68,7 +68,7 @@ class RawSample(NamedTuple):
 
     @property
     def image_name(self) -> str:
-        """SOURCE/ID of the image, equal for samples that show the same one."""
+        """SOURCE/ID, equal for samples of the same image; without an id the sample's location."""
         if self.annotation.image_id is None:
             return f"/{self.where}"
         return f"{self.annotation.source or ''}/{self.annotation.image_id}"
@@ -80,7 +80,7 @@ class RawSample(NamedTuple):
 
 
 class SampleFiles(NamedTuple):
-    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: its key came before."""
+    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: an earlier one has the key."""
 
     key: str
     files: dict[str, Member]
@@ -88,7 +88,7 @@ class SampleFiles(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """The samples of one shard in order, up to `problem` (None: the shard is whole)."""
+    """The samples of a shard in order, and the damage after them (`problem`; None: intact)."""
 
     samples: list[SampleFiles]
     problem: str | None = None
@@ -109,7 +109,7 @@ class ShardFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; nothing is read any more."""
+        """Close the file."""
         os.close(self.handle)
 
     def list_samples(self) -> Contents:
@@ -120,8 +120,8 @@ class ShardFile:
         return Contents(group_by_key(members), problem)
 
     def samples_at(self, start: int, size: int) -> tuple[Contents, Reader]:
-        """List the samples in a part of the tar (one is due), with the reader of their files."""
-        # A tar ends in an empty block: with one behind it, the part is a tar like any other.
+        """List the samples in a part of the tar, with a reader of their files."""
+        # A tar ends with an empty block: with one appended, the part is a tar.
         if size > _BYTES_AT_ONCE:
             headers = section(self.handle, start, start + size, zeros=BLOCK)
             members, problem = members_in(headers, size + BLOCK)
@@ -161,7 +161,7 @@ class ShardFile:
 
 
 def contents(path: Path) -> Contents:
-    """List a shard's samples; one that cannot be opened is `missing`, and raises nothing."""
+    """List a shard's samples; a shard that cannot be opened is `missing` and raises nothing."""
     try:
         with ShardFile(open_tar(path), path) as shard:
             return shard.list_samples()
@@ -170,9 +170,9 @@ def contents(path: Path) -> Contents:
 
 
 def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
-    """Group the members of a tar into samples by WebDataset's rule, in their order.
+    """Group consecutive members of a tar with the same key into samples, as WebDataset does.
 
-    The key ends at the first dot of a file's own name; members of one sample are consecutive.
+    The key is the path up to the first dot of the file name, the extension the rest.
     """
     samples: list[SampleFiles] = []
     keys: set[str] = set()
@@ -182,7 +182,7 @@ def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
         key, extension = f"{directory}{slash}{stem}", extension.lower()
         if not stem or not extension:
             continue
-        # A second file of one extension starts a sample of its own, which then is repeated.
+        # A second file of an extension starts another sample, which is `repeated`.
         if not samples or samples[-1].key != key or extension in samples[-1].files:
             samples.append(SampleFiles(key, {}, key in keys))
             keys.add(key)
@@ -191,7 +191,7 @@ def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
 
 
 def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
-    """Read one sample, adjacent files in one read; raises BadSample."""
+    """Read a sample with its images; `read` returns a member's bytes. Raises BadSample."""
     if sample.repeated:
         raise _repeated(where)
     image_extension = next((name for name in IMAGES if name in sample.files), None)
@@ -214,7 +214,10 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
-    """Parse `KEY.json`; `KEY.txt` is a missing caption, `KEY.cls` a missing label; BadSample."""
+    """Parse `KEY.json`, or take the caption of `KEY.txt` and the label of `KEY.cls`; BadSample.
+
+    Values in the JSON come first.
+    """
     if sample.repeated:
         raise _repeated(where)
     _require_small_texts(sample, where)
@@ -226,7 +229,7 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
             try:
                 annotation = Annotation.model_validate_json(content)
             except ValidationError as error:
-                # Beside a good text, fields of other tools that do not fit are dropped.
+                # With a caption in KEY.txt, invalid fields are those of other tools: drop them.
                 if text is None or not read(text).strip():
                     raise
                 bad = {str(problem["loc"][:1]) for problem in error.errors()}
@@ -248,7 +251,7 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
 
 
 def _without(content: bytes, bad: set[str]) -> Annotation:
-    """Return an annotation without some fields; an empty one if the content is no JSON object."""
+    """Return an annotation without its `bad` fields; an empty one if it is no JSON object."""
     try:
         fields = dict(parse_json(content))
         valid = {name: fields[name] for name in fields if str((name,)) not in bad}
@@ -271,7 +274,7 @@ def _require_small_texts(sample: SampleFiles, where: str) -> None:
 
 
 def _read_together(members: Sequence[Member], read: Reader) -> Reader:
-    """Return a reader of the members, which reads neighbouring ones together."""
+    """Return a reader of members that reads them at once, unless much lies between them."""
     start = min(member.offset for member in members)
     end = max(member.offset + member.size for member in members)
     if end - start > sum(member.size for member in members) + _GAP:
@@ -281,33 +284,33 @@ def _read_together(members: Sequence[Member], read: Reader) -> Reader:
 
 
 class SkippedSample(NamedTuple):
-    """A sample that could not be used: its slot stays empty and the run goes on."""
+    """The fault and location of a bad sample, whose slot stays empty."""
 
     kind: str
     where: str
 
 
 class DataError(Redacted, RuntimeError):
-    """The data cannot carry the run any further; the message is meant for the person."""
+    """Error of the data that ends a run; the message is for the user."""
 
-    # Not `message`: PyTorch raises a worker's error again with that keyword if its class has it.
+    # Not `message`: PyTorch passes a worker's message by that keyword to classes that have it.
     @property
     def plain_message(self) -> str:
-        """The message without the traceback that PyTorch puts before a worker's error."""
+        """The message without the traceback that PyTorch prepends to a worker's error."""
         return str(self).rpartition("DataError: ")[2].strip()
 
 
 class PausedDataError(DataError):
-    """A store that is unreachable for too long; the run is to be started again."""
+    """A store that is unreachable for long; a scheduler starts the run again later."""
 
 
 def outage_error(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
-    """Return the error that the outage policy wants; without `may_pass` no run is paused."""
+    """Return the error for a bad sample by `OutageConfig.policy`; `may_pass`: retries may help."""
     if policy == "skip":
         return bad
     if policy == "pause" and may_pass:
         return PausedDataError(f"{bad}; paused: continue with --resume when the store is back")
     return DataError(
-        f"{bad}; continue with --resume when it can be had, or drop its samples with "
+        f"{bad}; continue with --resume when it is readable, or skip its samples with "
         "data.outages.policy=skip"
     )

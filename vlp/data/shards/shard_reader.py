@@ -1,7 +1,7 @@
-"""Shards: plain WebDataset tars, read at random through their index.
+"""Shards: plain WebDataset tars, read in random order through their index.
 
 A sample is `KEY.jpg|jpeg|png|webp` with `KEY.txt` and/or `KEY.json`, and optionally a second image
-`KEY.1.jpg`. Where the index lacks a sample's place, the tar's headers are read once.
+`KEY.1.jpg`. Without the index's rows of samples, the headers of a tar are read once.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from vlp.data.shards.tar import BLOCK, open_tar
 
 logger = logging.getLogger(__name__)
 
-# Of the cache: rows of samples that take more are not fetched to save the reading of headers.
-_SMALL_SHARE = 0.01
+# Largest share of the cache for an index's rows of samples, which save the reading of headers.
+_MAX_ROWS_SHARE = 0.01
 
 
 class LocalFolder:
-    """A local folder of shards; `policy` is of `OutageConfig`."""
+    """A local folder of shards; `policy`: `OutageConfig.policy`."""
 
     is_remote = False
 
@@ -71,7 +71,7 @@ class LocalFolder:
         self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> ShardFile:
-        """Open a shard; raises OSError if too many files are open."""
+        """Open a shard; OSError if too many files are open, else the policy's error."""
         path = self.folder / entry.name
         try:
             return ShardFile(open_tar(Path(path)), path, self.policy)
@@ -83,18 +83,15 @@ class LocalFolder:
             raise outage_error(bad, self.policy, may_pass) from error
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the rows of all samples, mapped into memory and with `wait` checked."""
+        """Return the memory-mapped rows of all samples, with `wait` also checked; None: no file."""
         return map_samples(self.folder / shards.file, shards, check=wait)
 
     def prefetch(self, entry: ShardEntry) -> None:
         """Do nothing: the shard is local."""
 
-    def when_full(self, release: Callable[[], object]) -> None:
-        """Register `release`, called to close shards when room is needed."""
-
 
 class CachedFolder(LocalFolder):
-    """Shards behind a URL, fetched whole into the cache; `digests`: known SHA-256 by name."""
+    """Shards behind a URL, downloaded to the cache; `digests`: SHA-256 by name where known."""
 
     folder: RemoteFolder
     is_remote = True
@@ -105,32 +102,28 @@ class CachedFolder(LocalFolder):
         self._is_requested = False
 
     def open(self, entry: ShardEntry) -> ShardFile:
-        """Open a shard in the cache, fetched first if missing."""
+        """Open a shard in the cache, downloaded first if missing."""
         handle = self.cache.open(self._file(entry))
         return ShardFile(handle, self.folder / entry.name, self.policy)
 
     def rows(self, shards: ShardTable, wait: bool) -> np.ndarray | None:
-        """Return the memory-mapped rows; without `wait` they are fetched in the background."""
+        """Return the memory-mapped rows; None without `wait` while they are not in the cache."""
         file = CachedFile(self.folder, shards.file, table_bytes(shards.total))
         if not wait and not self.cache.holds(file):
-            if not self._is_requested and file.bytes <= _SMALL_SHARE * self.cache.limit:
+            if not self._is_requested and file.bytes <= _MAX_ROWS_SHARE * self.cache.limit:
                 self.cache.prefetch(file)
-            self._is_requested = True
+                self._is_requested = True
             return None
         try:
             handle = self.cache.open(file)
         except (BadSample, DataError) as error:
             raise ConfigError(f"{self.folder / shards.file}: {error}") from error
-        # The handle stays open: as long as it is, the file stays in the cache.
+        # The handle stays open, so that the cache does not evict the file.
         return map_samples(f"/proc/self/fd/{handle}", shards, check=wait)
 
     def prefetch(self, entry: ShardEntry) -> None:
-        """Fetch a shard in the background."""
+        """Download a shard in the background."""
         self.cache.prefetch(self._file(entry))
-
-    def when_full(self, release: Callable[[], object]) -> None:
-        """Register `release` with the cache."""
-        self.cache.when_full(release)
 
     def _file(self, entry: ShardEntry) -> CachedFile:
         return CachedFile(self.folder, entry.name, entry.bytes, self._digests.get(entry.name))
@@ -149,40 +142,38 @@ __all__ = [
     "index_folder",
 ]
 
-# Rows of samples take 10 bytes each; open files are a scarce resource.
-_MAX_SCANS = 1024
+_MAX_SCANS = 1024  # shards with rows from a scan in memory, 10 bytes a sample
 _MAX_OPEN_FILES = 128
-# An open file of the cache is one that no process may remove.
-_MAX_OPEN_CACHED = 2
+_MAX_OPEN_CACHED = 2  # few, as no process can evict an open file from the cache
 
-# Of all indexes of this process: where the system opens no more files, all close theirs.
+# Open files of all indices of the process: all are closed when the system opens no more.
 _OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
 
-
-_Rows = tuple[np.ndarray, str | None]  # rows of samples, problem behind them
+_Rows = tuple[np.ndarray, str | None]  # rows of samples, and the damage after the last one
 
 
 class ShardIndex:
-    """A folder of shards, read at random; safe to hand to forked or spawned processes."""
+    """A folder of shards with random access; forked and spawned processes may use a copy."""
 
     def __init__(self, store: LocalFolder, shards: ShardTable) -> None:
         self._store = store
         self.folder = store.folder
         self.shards = shards
-        # Where each shard's samples start among the rows of all.
+        # Index of each shard's first sample among the rows of all shards.
         self._first = np.concatenate([[0], np.cumsum(shards.samples)])
         self._rows: np.ndarray | None = None
         self._rows_loaded = False
         self._scans: LRUCache[_Rows] = LRUCache(_MAX_SCANS)
         self._ends: LRUCache[np.ndarray] = LRUCache(_MAX_SCANS)
-        self._lists: LRUCache[Contents] = LRUCache(1)  # of a shard whose keys repeat
-        max_open = _MAX_OPEN_CACHED
-        if not isinstance(store, CachedFolder):
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            max_open = _MAX_OPEN_FILES if soft < 0 else max(2, min(_MAX_OPEN_FILES, soft // 16))
+        self._lists: LRUCache[Contents] = LRUCache(1)  # the last scan of a shard with repeated keys
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        max_open = _MAX_OPEN_FILES if soft < 0 else max(2, min(_MAX_OPEN_FILES, soft // 16))
+        if self.is_remote:
+            max_open = _MAX_OPEN_CACHED
         self._files: LRUCache[ShardFile] = LRUCache(max_open, dispose=ShardFile.close)
         _OPEN.add(self._files)
-        store.when_full(self._files.clear)
+        if isinstance(store, CachedFolder):
+            store.cache.on_full.append(self._files.clear)
 
     @classmethod
     def open(
@@ -191,7 +182,7 @@ class ShardIndex:
         cache: ShardCache | None = None,
         outages: OutageConfig = DEFAULT_OUTAGES,
     ) -> ShardIndex:
-        """Read the index of a folder, or of a URL with shards kept in `cache`."""
+        """Read the index of a folder, or of a URL, whose shards are downloaded to `cache`."""
         if is_url(folder):
             return cls._open_remote(str(folder), cache, outages)
         folder = Path(folder)
@@ -213,32 +204,32 @@ class ShardIndex:
         unknown = min(shards.unknown(tars), default=None)
         if unknown is not None:
             raise ConfigError(f"{path}: is out of date, without {os.fsdecode(unknown)}; {remedy}")
-        # An index without tars may be opened for its sizes; reading a sample fails later.
+        # An index without any tar opens, for its numbers of samples; reading a sample then fails.
         if tars and len(tars) < len(shards) and outages.policy != "skip":
             missing = np.setdiff1d(shards.names, np.array(tars, dtype=shards.names.dtype))
             raise ConfigError(
                 f"{folder}: {len(missing)} of {len(shards)} shards of its index are missing, "
-                f"{missing[0].decode()} for one; restore them, or go on without their samples by "
+                f"{missing[0].decode()} for one; restore them, or skip their samples with "
                 f"data.outages.policy=skip, or {remedy}"
             )
         index = cls(LocalFolder(folder, outages.policy), shards)
-        index._all_rows(wait=True)  # damaged rows are found here, not later in a worker
+        index._all_rows(wait=True)  # damaged rows raise here instead of later in a worker
         return index
 
     @classmethod
     def _open_remote(cls, url: str, cache: ShardCache | None, outages: OutageConfig) -> ShardIndex:
         if cache is None:
             raise ConfigError(
-                f"{url}: shards of a URL are kept on a local disk; say where and how many: "
+                f"{url}: shards of a URL need a cache on a local disk; set "
                 "data.cache={folder: /scratch/shards, limit: 200GB}"
             )
         folder = RemoteFolder(url, outages)
         content = folder.read(INDEX_NAME)
-        remedy = "make one where the shards lie with: python -m data_tools index FOLDER"
+        remedy = "index the folder on its host with: python -m data_tools index FOLDER"
         if content is None:
             raise ConfigError(
-                f"{url}: has no {INDEX_NAME}; {remedy}; or name the shards themselves and set "
-                "data.epoch_samples"
+                f"{url}: has no {INDEX_NAME}; {remedy}; or set data.epoch_samples and give the "
+                "shards' URLs"
             )
         shards = read_table(BytesIO(content), f"{folder / INDEX_NAME}", remedy)
         return cls(CachedFolder(folder, cache, folder.digests(shards.names)), shards)
@@ -247,15 +238,15 @@ class ShardIndex:
         return self.shards.total
 
     def read(self, shard_number: int, sample_number: int) -> RawSample:
-        """Return the sample at a place of the index; raises BadSample (`sample_files.KINDS`)."""
+        """Return sample `sample_number` of a shard; raises BadSample (`sample_files.KINDS`)."""
         return parse(*self._find(shard_number, sample_number))
 
     def read_annotation(self, shard_number: int, sample_number: int) -> Annotation:
-        """Return the annotation without decoding images; raises as `read` does."""
+        """Return a sample's annotation; its images are not read. Raises as `read` does."""
         return parse_annotation(*self._find(shard_number, sample_number))
 
     def annotations(self) -> Iterator[Annotation | BadSample]:
-        """Yield the annotation of each sample in order, or why it cannot be read."""
+        """Yield each sample's annotation in order, or its BadSample."""
         for shard_number, entry in enumerate(self.shards):
             for sample_number in range(entry.samples):
                 try:
@@ -264,7 +255,7 @@ class ShardIndex:
                     yield bad
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
-        """Return (samples,) int64, running counts of pairs; a sample without text counts as one."""
+        """Return (samples,) int64, cumulative numbers of pairs of a shard's samples, at least 1 each."""
 
         def ends() -> np.ndarray:
             rows = self.require_captions()
@@ -274,7 +265,7 @@ class ShardIndex:
         return self._ends.get(shard_number, ends)
 
     def require_captions(self) -> np.ndarray:
-        """Return rows (`vlp.data.shards.index.ROW`) of all samples with numbers of captions."""
+        """Return the rows (`vlp.data.shards.index.ROW`) of all samples; ConfigError without them."""
         rows = self._all_rows(wait=True)
         if rows is None:
             raise ConfigError(
@@ -289,7 +280,7 @@ class ShardIndex:
         return self._store.is_remote
 
     def prefetch(self, shard_number: int) -> None:
-        """Fetch a shard ahead of its reading; does nothing for a local folder."""
+        """Download a shard in the background; nothing for a local folder."""
         self._store.prefetch(self.shards[shard_number])
 
     def _find(self, shard_number: int, sample_number: int) -> tuple[SampleFiles, Reader, str]:
@@ -307,7 +298,7 @@ class ShardIndex:
             start, blocks, _ = (int(part) for part in rows[sample_number])
             if blocks:
                 (samples, problem, _), read = file.samples_at(start * BLOCK, blocks * BLOCK)
-            else:  # the sample's own bytes do not say if its key came before
+            else:  # only a scan of the shard shows whether an earlier sample has the key
                 listed = self._lists.get(shard_number, file.list_samples)
                 (samples, problem, _), read = listed, file.content
                 samples = samples[sample_number : sample_number + 1]
@@ -316,7 +307,7 @@ class ShardIndex:
             bad = BadSample("missing shard", f"{where} ({error.strerror or error})")
             raise outage_error(bad, self._store.policy) from error
         if len(samples) != 1 or (blocks and problem):
-            reason = problem or "its index is of another shard; index the folder again"
+            reason = problem or "the index belongs to another shard; index the folder again"
             raise BadSample("corrupt shard", f"{file.path}, {sample_name} ({reason})")
         return samples[0], read, file.where(samples[0])
 
@@ -334,15 +325,11 @@ class ShardIndex:
         def scan() -> _Rows:
             samples, problem, _ = file.list_samples()
             if (excess := len(samples) - entry.samples) > 0:
-                logger.warning(
-                    "%s: %d samples more than its index says, which are not read; index the "
-                    "folder again",
-                    file.path,
-                    excess,
-                )
+                message = "%s: holds %d samples that its index lacks; index the folder again"
+                logger.warning(message, file.path, excess)
             return sample_rows(samples, [0] * len(samples)), problem
 
-        # A file of another length than its index says is another file.
+        # A shard of another length than in the index was rewritten: its rows are out of date.
         rows = self._all_rows(wait=False) if file.bytes == entry.bytes else None
         if rows is None:
             return self._scans.get(number, scan)
@@ -362,7 +349,7 @@ class ShardIndex:
 
 
 class Item(NamedTuple):
-    """One item of a sample: a question, say, by its number within the sample."""
+    """Item number `part` of a sample, such as a question."""
 
     raw: RawSample
     part: int
@@ -373,14 +360,14 @@ class Item(NamedTuple):
         return self.raw.where
 
     def without_images(self) -> Item:
-        """Return a copy without images, for after their decoding."""
+        """Return a copy without images, to free memory after decoding."""
         return self._replace(raw=self.raw._replace(image=b"", second_image=None))
 
 
 class Items:
-    """Numbered items of shard folders in their order, at most `limit`.
+    """Map-style data set of the items of shard folders in order, at most `limit`.
 
-    `parts` counts the items of a sample from its annotation; without it a sample is an item.
+    `parts` counts a sample's items given its annotation; without it a sample is an item.
     """
 
     def __init__(
@@ -402,10 +389,10 @@ class Items:
         ]
         samples = np.concatenate([index.shards.samples for index in self.indices])
         self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
-        # Where each sample's items end; without parts a sample's number is its item's.
+        # Cumulative numbers of items of the samples; None: a sample is an item.
         self._ends: np.ndarray | None = None
         if parts is not None:
-            # All annotations are read; one that cannot be read makes one item, which is bad.
+            # A bad annotation counts as one item, so that evaluations count it as skipped.
             counts = [
                 parts(annotation) if isinstance(annotation, Annotation) else 1
                 for index in self.indices

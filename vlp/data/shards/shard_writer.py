@@ -1,4 +1,4 @@
-"""Writes samples into numbered shards, with their index."""
+"""Writing of samples to numbered shards with an index."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vlp.lock import FolderLock
 class ShardWriter:
     """Writer of numbered shards: `with ShardWriter(folder) as writer: writer.write(...)`.
 
-    A shard is renamed when complete, and the index is written on a clean exit. A later run gets
-    the same bytes if its producer skips the keys in `done`.
+    A shard is renamed when complete, and the index is written on a clean exit. A later run resumes
+    to the same bytes if its producer skips the keys in `done`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ShardWriter:
         if extension not in IMAGES:
             raise ValueError(f"{key}: extension {extension!r} is not one of {', '.join(IMAGES)}")
         if self._output is None:
-            # Shards that were deleted between two runs are written again, smallest number first.
+            # Shards that were deleted between two runs are rewritten, lowest number first.
             while self._path().exists():
                 self._number += 1
         with _disk_errors(self._path()):
@@ -100,7 +100,7 @@ class ShardWriter:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Drop the unfinished shard; finished ones stay, and the next run goes on from them."""
+        """Discard the unfinished shard; the next run resumes after the finished ones."""
         if self._output is not None:
             self._output.abandon()
             self._output = None
@@ -137,6 +137,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); finished shards stay, so put that "
-            "right and run again"
+            f"{path}: cannot be written ({error.strerror}); solve this and run again, finished "
+            "shards stay"
         ) from error

@@ -1,4 +1,4 @@
-"""Tar files: members appended with reproducible bytes, and found again in damaged files."""
+"""Tar files: reproducible writing of members, and listing of members in damaged files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
 
 BLOCK = tarfile.BLOCKSIZE
 
-# What comes before one file's content: its header, and perhaps a long name and attributes, which on
-# some systems hold icons. Hostile sizes are refused here, before memory is spent on them.
+# Bytes of the headers of one file, with a long name and attributes (icons on some systems). Larger
+# sizes are refused before memory is allocated.
 _MAX_HEADERS = 2**20
 
-# A file that is held in memory whole, and the least that may come out of a compressed tar.
-_MAX_CONTENT = 2**28
-_MIN_UNPACKED = 2**28
+_MAX_CONTENT = 2**28  # bytes of a file that is read into memory
+_MIN_UNPACKED = 2**28  # bytes that even a small compressed tar may unpack to
 
-_AT_ONCE = 2**20
+_CHUNK = 2**20
 
-# Half of a character pair, as tarfile makes of bytes that are no UTF-8, and control characters.
-# Names go into messages and reports, which cannot hold the former and must not hold the latter.
-_UNREADABLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
+# Escapes of names in messages and reports: control characters, and the lone surrogates that tarfile
+# makes of bytes that are not UTF-8.
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))} | {
     code: f"\\x{code & 0xFF:02x}" for code in range(0xDC80, 0xDD00)
 }
 
@@ -54,7 +53,7 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
 def stored_files(
     file: Path, select: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield the names that `select` takes, and contents, of a small tar, perhaps compressed."""
+    """Yield name and content of the files that `select` accepts; the tar may be compressed."""
     try:
         limit = max(_MIN_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
         with tarfile.open(file) as archive:
@@ -69,11 +68,11 @@ def stored_files(
                     )
                 if read:
                     content = archive.extractfile(info)
-                    assert content is not None  # it is a file
+                    assert content is not None  # None only for non-files
                     yield name, content.read()
     except Exception as error:  # decompressors and header fields fail in a dozen ways
-        reason = str(error).partition(":\n")[0]  # or a line for each way to compress
-        raise ConfigError(f"{file}: not a tar file that can be read ({reason})") from error
+        reason = str(error).partition(":\n")[0]  # tarfile adds a line for each compression
+        raise ConfigError(f"{file}: not a readable tar file ({reason})") from error
 
 
 def close_tar(file: IO[bytes]) -> None:
@@ -83,17 +82,17 @@ def close_tar(file: IO[bytes]) -> None:
 
 
 def open_tar(path: Path) -> int:
-    """Return a handle of a regular file; anything else is an OSError."""
-    # Without waiting: a pipe of that name would otherwise wait for a writer for ever.
+    """Return a handle of a regular file; OSError for anything else."""
+    # O_NONBLOCK, as opening a named pipe would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(EINVAL, "it is no file")
+        raise OSError(EINVAL, "it is not a regular file")
     return handle
 
 
 def read_members(path: Path, max_members: int = MAX_MEMBERS) -> tuple[list[Member], str | None]:
-    """List the first `max_members` regular files of a tar, and its damage (None: whole)."""
+    """List the first `max_members` regular files of a tar, and its damage (None: intact)."""
     with open(open_tar(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return members_in(file, size, max_members) if size else ([], None)
@@ -115,7 +114,7 @@ def members_in(
             for number, info in enumerate(_headers(archive, headers)):
                 if number == max_members:
                     return members, f"more than {max_members} files"
-                # Links could lead anywhere; devices and sparse files hold no image.
+                # Links could point anywhere; devices and sparse files hold no image.
                 if not info.isreg() or info.issparse():
                     continue
                 name = readable(info.name)
@@ -125,15 +124,15 @@ def members_in(
             end = archive.offset
     except OSError:
         raise
-    except RecursionError:  # its message depends on the depth of the stack
+    except RecursionError:  # with a fixed reason, as its message depends on the stack
         return members, "not a readable tar from here on (headers nested too deeply)"
-    except Exception as error:  # fields that are no numbers fail in a dozen ways
+    except Exception as error:  # damaged fields fail in a dozen ways
         return members, f"not a readable tar from here on ({error})"
-    return members, _trailing_damage(file, end)  # `tarfile` takes a damaged header for the end
+    return members, _trailing_damage(file, end)  # tarfile stops at a damaged header without error
 
 
 class _HeaderReader:
-    """The part of a file that `tarfile` reads to list it, limited in length."""
+    """Reader for `tarfile` that limits the bytes of each member's headers."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -161,11 +160,11 @@ class _HeaderReader:
 def _headers(
     archive: tarfile.TarFile, reader: _HeaderReader | None = None
 ) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an archive; a size that leads backwards is an error."""
+    """Yield an archive's headers; ReadError for a size that leads backwards."""
     while (info := archive.next()) is not None:
         if info.size < 0 or archive.offset < info.offset_data:
             raise tarfile.ReadError(f"{readable(info.name)} is said to hold {info.size} bytes")
-        # tarfile keeps every header it has seen; a shard is read once, front to back.
+        # tarfile would keep all headers in memory.
         archive.members = []  # type: ignore[attr-defined]
         if reader is not None:
             reader.next_member()
@@ -180,20 +179,20 @@ def _trailing_damage(file: IO[bytes], end: int) -> str | None:
         return f"cut off at byte {end}"
     if any(block):
         return f"a damaged header at byte {end}"
-    while rest := file.read(_AT_ONCE):
-        # Tars written one behind the other, or a hole where a crash lost some of the content.
+    while rest := file.read(_CHUNK):
+        # Concatenated tars, or zeros where a crash lost content.
         if rest.count(0) < len(rest):
             return f"more content behind its end at byte {end}"
     return None
 
 
 def readable(name: str) -> str:
-    """Return a file's name as messages and reports can hold it."""
-    return name.translate(_UNREADABLE)
+    """Return a file's name with control characters and invalid bytes escaped."""
+    return name.translate(_ESCAPES)
 
 
 _REGULAR = (0, ord("0"))
-# Mode, owner, group, time and device: not wanted, but where they are no numbers, there is damage.
+# Fields of mode, owner, group, time and device: unused, but damaged if they are not octal numbers.
 _UNUSED = ((100, 108), (108, 116), (116, 124), (136, 148), (329, 337), (337, 345))
 _NUMBER = frozenset(b"01234567")
 
@@ -225,15 +224,15 @@ def plain_members(data: bytes) -> list[Member] | None:
     return members if position == len(data) else None
 
 
-@lru_cache(maxsize=1024)  # nearly all of a shard's are alike
+@lru_cache(maxsize=1024)  # headers of a shard repeat most fields
 def _octal(field: bytes) -> int | None:
     digits = field.rstrip(b"\0 ").lstrip(b" ") or b"0"
     return int(digits, 8) if _NUMBER.issuperset(digits) else None
 
 
 def section(file: int, start: int, stop: int, zeros: int = 0) -> BinaryIO:
-    """Return bytes `start` to `stop` of an open file, followed by `zeros` zeros."""
-    # Closing it leaves `file` open.
+    """Return a reader of bytes [start, stop) of an open file and `zeros` zeros after them."""
+    # Closing the reader leaves `file` open.
     return io.BufferedReader(_Section(file, start, stop, zeros), 4096)
 
 
@@ -252,7 +251,7 @@ class _Section(io.RawIOBase):
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = max(0, min(len(buffer), self._length - self._position))
         if count:
-            # A read with its own offset: processes may share the handle.
+            # pread, as processes may share the handle and its position.
             data = os.pread(self._file, count, self._start + self._position)
         else:
             data = bytes(max(0, min(len(buffer), self._size - self._position)))

@@ -1,4 +1,4 @@
-"""The tensors of one rank's share of a global batch: any batch's, and pretraining's."""
+"""Batches of the training loop: their interface, and the batch of pretraining."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
 class Slots(Protocol):
-    """Interface of any batch of the training loop; some of its slots may be empty."""
+    """Interface of a rank's batch in the training loop; some of its slots may be empty."""
 
     @property
     def valid(self) -> Tensor:
@@ -22,14 +22,14 @@ class Slots(Protocol):
 
     @property
     def skipped(self) -> tuple[SkippedSample, ...]:
-        """This share's bad samples."""
+        """The rank's bad samples."""
 
     def to(self, device: torch.device | str) -> Slots:
         """Move every tensor to `device`."""
 
 
 def to_device(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
-    """Return a named tuple with every tensor in it, also in tuples of tensors, on `device`."""
+    """Move all tensors of a named tuple, also in tuples of tensors, to `device`."""
 
     def move(field: Any) -> Any:
         if isinstance(field, Tensor):
@@ -48,24 +48,24 @@ class Batch(NamedTuple):
     rows do not depend on the number of ranks or workers.
     """
 
-    # (B, 3, height, width), uint8 as loaded (a quarter of the bytes), float32 and normalised after
-    # `to`; or features (B, T, C) of a frozen tower, float16 or bfloat16 as loaded, then float32.
+    # (B, 3, height, width), uint8 until `to` converts to float32 and normalises; or features
+    # (B, T, C) of a frozen tower, float16 or bfloat16 until `to` converts to float32.
     pixels: Tensor
     text_ids: Tensor  # (B, N) int64
     attention_mask: Tensor  # (B, N) bool, True = not padding
     word_mask: Tensor  # (B, N) bool, False for [CLS], [SEP] and padding
-    mlm_ids: Tensor  # (B, N), the masked text
-    mlm_labels: Tensor  # (B, N), the original id where masked, else -100
+    mlm_ids: Tensor  # (B, N) int64, text_ids with masked tokens
+    mlm_labels: Tensor  # (B, N) int64, the original id where masked, else -100
     mim_mask: Tensor  # (B, H, W) bool, True = masked patch
     image_ids: Tensor  # (B,) int64, equal for captions of one image
-    uniform: Tensor  # (B, 2) float64 in [0, 1), for the text's and the image's ITM negative
+    uniform: Tensor  # (B, 2) float64 in [0, 1) that draw the text's and the image's ITM negative
     valid: Tensor  # (B,) bool
-    sample_ids: Tensor  # (B,) int64, the same on any number of ranks
-    # (B, N, M) int8 of `word_patches`; None if augmentation moves places.
+    sample_ids: Tensor  # (B,) int64, independent of the number of ranks
+    # (B, N, M) int8 of `text.word_boxes.word_patches`; None if images are augmented.
     word_patches: Tensor | None = None
     caption_ids: Tensor | None = None  # (B,) int64, equal for equal captions
-    skipped: tuple[SkippedSample, ...] = ()  # this share's bad samples
-    statistics: tuple[RGB, RGB] = (MEAN, STD)  # mean and standard deviation of pixels
+    skipped: tuple[SkippedSample, ...] = ()
+    statistics: tuple[RGB, RGB] = (MEAN, STD)  # of pixels, by which `to` normalises
 
     @property
     def pair_ids(self) -> Tensor:
@@ -74,7 +74,7 @@ class Batch(NamedTuple):
         return torch.stack([self.image_ids, captions], dim=1)
 
     def without_padding(self) -> Batch:
-        """Trim columns of padding behind the longest text, to two tokens at least."""
+        """Cut columns of padding after the longest text, which counts as two tokens at least."""
         longest = max(2, int(self.attention_mask.sum(1).amax()))
         patches = self.word_patches
         return self._replace(
@@ -87,7 +87,7 @@ class Batch(NamedTuple):
         )
 
     def to(self, device: torch.device | str) -> Batch:
-        """Move every tensor to `device`, and make float32 of pixels, normalised, or of features."""
+        """Move tensors to `device`; convert pixels or features to float32 and normalise pixels."""
         batch = to_device(self, device)
         if batch.pixels.dtype != torch.uint8:
             return batch._replace(pixels=batch.pixels.float())
@@ -95,23 +95,19 @@ class Batch(NamedTuple):
 
 
 class PatchMasking(NamedTuple):
-    """Share of masked patches, in squares of `unit` patches a side (SimMIM)."""
+    """Share of masked patches, masked in squares of `unit` x `unit` patches (SimMIM)."""
 
     ratio: float
     unit: int
 
 
 class Inputs(NamedTuple):
-    """Sizes of a batch.
+    """Sizes of a model's inputs, and masking of its text and images."""
 
-    image_size: side in pixels; grid: patches (rows, columns); max_tokens: of a padded caption;
-    vocab_size: rows of the word table; word_masking: probability or None; statistics: mean and std.
-    """
-
-    image_size: int
-    grid: tuple[int, int]
-    max_tokens: int
-    vocab_size: int
-    word_masking: float | None = None
+    image_size: int  # side in pixels
+    grid: tuple[int, int]  # rows and columns of patches
+    max_tokens: int  # of a caption, padded
+    vocab_size: int  # rows of the token embedding
+    word_masking: float | None = None  # probability of a token
     patch_masking: PatchMasking | None = None
-    statistics: tuple[RGB, RGB] = (MEAN, STD)
+    statistics: tuple[RGB, RGB] = (MEAN, STD)  # of pixels

@@ -1,4 +1,4 @@
-"""Batches in the training order or of a numbered data set, read by worker processes."""
+"""Loading of batches by worker processes, in an order independent of ranks and workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vlp.signals import STOP_SIGNALS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
-    """Return DataLoader arguments: workers ignore signals and hold `prefetch` batches each."""
+    """Return DataLoader arguments; workers ignore signals and prefetch `prefetch` batches each."""
     if not workers:
         return {"num_workers": 0}
     return {
@@ -43,14 +43,14 @@ def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
 
 @contextmanager
 def open_loader(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
-    """Yield the batches of a loader with `worker_settings`; its workers end with the context."""
+    """Yield an iterator over a loader's batches; its workers end with the context."""
     batches = iter(loader)
-    # A generator that is never closed, as after an exception, must not leave workers behind.
+    # atexit, as a generator that an exception leaves unclosed must not leave workers behind.
     stop = getattr(batches, "_shutdown_workers", None)
     if stop is not None:
         atexit.register(stop)
     for worker in getattr(batches, "_workers", ()):
-        # PyTorch terminates one that does not end, as in an outage; it ignores SIGTERM.
+        # PyTorch terminates workers that do not end, as in an outage; ours ignore SIGTERM.
         worker.terminate = worker.kill
     try:
         yield batches
@@ -62,14 +62,14 @@ def open_loader(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
 
 def _prepare_worker(parent: int, count: Any, number: int) -> None:
     share_retries(count)
-    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process answers them
-    # (it writes a checkpoint); workers end when it stops or closes them, and with it: they inherit
-    # the lock of the run's folder, which must not outlive it.
+    # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process reacts by a
+    # checkpoint and then stops its workers. If it dies, they die too: they inherit the lock of the
+    # run's folder, which must end with it.
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     if os.getppid() == parent:
         end_with_parent(signal.SIGKILL, parent)
-    else:  # a fork server's, which itself stays as long as it has workers
+    else:  # the parent is a fork server, which lives as long as its workers
         threading.Thread(target=_end_with_main_process, daemon=True).start()
 
 
@@ -80,18 +80,18 @@ def _end_with_main_process() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-Prefetch = Callable[[int, int], object]  # called in a worker with (source, shard)
+Prefetch = Callable[[int, int], object]  # (source, shard), called in a worker
 
 
 class BatchRequest(NamedTuple):
-    """The slots of one rank's share of a batch, and shards to prefetch."""
+    """A rank's slots of a batch, and the (source, shard) pairs to prefetch."""
 
     slots: list[Request]
     ahead: list[tuple[int, int]]
 
 
 class ShardAwareBatchSampler:
-    """Batch sampler of one `BatchRequest` a global batch; `fetchers` workers share prefetching."""
+    """Batch sampler of a `BatchRequest` per global batch; `fetchers` workers share prefetching."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ShardAwareBatchSampler:
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield each batch's share of the shards of the next window."""
+        """Yield each batch's shards to prefetch: those of the next window spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
         last, per_batch = (-1, 0), 0
         for step in self._sampler.steps(self._consumed, self._batch):
@@ -128,7 +128,7 @@ class ShardAwareBatchSampler:
             yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
     def _windows(self, step: GlobalBatch) -> list[tuple[int, int]]:
-        """Return (epoch, number) of the windows a batch takes from, and of the one after."""
+        """Return (epoch, index) of the windows that a batch reads, and of the window after."""
         position = step.start + self._batch // self._sampler.streams
         length = self._sampler.prefetch_window
         end = min(-(-position // length), self._sampler.windows_in_epoch(step.epoch))
@@ -147,20 +147,20 @@ class ShardAwareBatchSampler:
 def concurrent_shards(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
-    """Return the (source, shard) pairs that a rank reads at a time: its windows and the next."""
+    """Return the (source, shard) pairs of a rank's current and next windows."""
     return set(
         next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
     )
 
 
 class BatchDataset(Dataset[Any]):
-    """Dataset that maps a `BatchRequest` to slots and passes on the shards to prefetch."""
+    """Dataset that maps a `BatchRequest` to slots and prefetches shards."""
 
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
 
     def __getitems__(self, request: BatchRequest) -> list[Any]:
-        """Return all slots of a batch; `DataLoader` calls this with its batch sampler's request."""
+        """Return all slots of a batch; called by `DataLoader` with its batch sampler's request."""
         if self.prefetch is not None:
             for source, shard in request.ahead:
                 self.prefetch(source, shard)
@@ -174,7 +174,7 @@ class BatchDataset(Dataset[Any]):
 
 
 class OrderedData:
-    """Batches in a training order, the same for any number of ranks and workers.
+    """Batches in the order of a sampler, the same for any number of ranks and workers.
 
     `samples` maps a `Request` to a sample, `collate` a rank's samples to `batch.Slots`; `batch`
     counts the slots of all ranks. A larger share of bad samples in an epoch than
@@ -194,8 +194,8 @@ class OrderedData:
         self.sampler, self.samples, self.collate = sampler, samples, collate
         self.prefetch = prefetch
         self.batch, self.workers, self.max_skipped_share = batch, workers, max_skipped_share
-        sampler.batches_in_epoch(0, batch)  # complains now when the batch does not fit
-        # A hash of each part of the data, equal for equal data in any folder.
+        sampler.batches_in_epoch(0, batch)  # raises if the batch is no multiple of the streams
+        # Hashes of the parts of the data, equal for equal data in any folder.
         self.fingerprint = {"samples of an epoch": f"{sampler.samples_in_epoch(0)}"}
 
     def samples_in_epoch(self, epoch: int) -> int:
@@ -224,9 +224,10 @@ class OrderedData:
     ) -> Generator[tuple[Any, int], None, None]:
         """Yield a rank's share of each global batch, and the samples consumed by all ranks.
 
-        Endless without `stop_after`. The number of ranks divides `canonical_streams`. DataError if
-        too many samples are bad.
+        Endless without `stop_after`, a number of batches. The number of ranks divides
+        `canonical_streams`. DataError if too many samples are bad.
         """
+        # Both raise ConfigError now instead of in the generator.
         self.sampler.locate(samples_consumed)
         self.sampler.samples_of_rank(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
@@ -242,7 +243,7 @@ class OrderedData:
         )
         return DataLoader(
             BatchDataset(self.samples, self.prefetch),
-            batch_sampler=requests,  # type: ignore[arg-type]  # what `BatchDataset` takes, no list
+            batch_sampler=requests,  # type: ignore[arg-type]  # yields `BatchRequest`, not lists
             **self._settings(),
         )
 
@@ -272,13 +273,12 @@ class OrderedData:
             raise type(error)(error.plain_message) from error
 
 
-# A rank that has seen nothing good for so long will see nothing good: of a billion samples, half an
-# epoch is not waited for.
+# Bad samples in a row that end a run: half an epoch of a billion samples would be too late.
 _MAX_IN_A_ROW = 10_000
 
 
 class SkippedShareWatch:
-    """Watch that ends a run if over `max_share` of a rank's samples of an epoch are bad."""
+    """Watch that raises if over `max_share` of a rank's samples of an epoch are bad."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class SkippedShareWatch:
         self._last = SkippedSample("", "")
 
     def update(self, epoch: int, batch: Slots) -> None:
-        """Count a batch; DataError if too much of the epoch is bad, or all of the last one."""
+        """Count a batch; DataError if too many samples of an epoch or in a row are bad."""
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch
@@ -318,7 +318,7 @@ class SkippedShareWatch:
             )
 
     def _end_epoch(self) -> None:
-        # After a resume near its end little of an epoch was seen, and that may well be bad.
+        # Of the whole epoch: a resumed run may have seen its last samples only, all of them bad.
         if 0 < self._expected <= self._bad:
             raise DataError(
                 f"nothing is left of epoch {self._epoch}: all of its {self._bad} samples are bad; "
@@ -330,7 +330,7 @@ class SkippedShareWatch:
 
 
 class CopyStream:
-    """Mover of batches to `device`; to a GPU on a CUDA stream of its own."""
+    """Mover of batches to `device`; to a GPU on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -340,22 +340,22 @@ class CopyStream:
         """Return the batch with every tensor on the device."""
         if self._stream is None or not isinstance(batch, tuple):
             return batch.to(self._device)
-        # The copy from pinned memory overlaps with the step before; later launches wait for it.
+        # The copy from pinned memory overlaps with the previous step; later kernels wait for it.
         with torch.cuda.stream(self._stream):
             copied = batch.to(self._device)
         reader = torch.cuda.current_stream(self._device)
         reader.wait_stream(self._stream)
         for leaf in tree_leaves(copied):
             if isinstance(leaf, Tensor):
-                leaf.record_stream(reader)  # its memory is free only after the reader's last use
+                leaf.record_stream(reader)  # its memory is not reused before the reader's last use
         return copied
 
 
-RngFactory = Callable[[str], np.random.Generator]  # generator by purpose, such as "crop"
+RngFactory = Callable[[str], np.random.Generator]  # the generator of a purpose, such as "augment"
 
 
 class MapDatasetConfig(Config):
-    """Reading settings of a data set that fits an index; base of the data of every vision task."""
+    """Loader settings of a map-style data set; base of the data of downstream and vision tasks."""
 
     canonical_streams: int = Field(8, ge=1, description="the number of ranks divides it")
     workers: int = Field(
@@ -371,13 +371,13 @@ class MapDatasetConfig(Config):
 
 
 class IndexedSamples(Dataset[Any]):
-    """Dataset of `read(number, rng_for)` per slot; bad samples and empty slots are skipped."""
+    """Dataset that reads the sample of a slot by `read(number, rng_for)`."""
 
     def __init__(self, read: Callable[[int, RngFactory], Any], seed: int) -> None:
         self._read, self._seed = read, seed
 
     def __getitem__(self, request: Request) -> Any:
-        """Return the sample that a slot asks for, a `SkippedSample`, or None for an empty slot."""
+        """Return the slot's sample, a `SkippedSample` if it is bad, or None for an empty slot."""
         if request.sample_index is None:
             return None
         number, source_pass = request.sample_index.position, request.sample_index.source_pass
@@ -399,9 +399,9 @@ def indexed_data(
     batch: int,
     seed: int,
 ) -> OrderedData:
-    """Return batches of `count` samples, each once an epoch, the same for any number of ranks.
+    """Return batches of `count` samples, each once per epoch, the same for any number of ranks.
 
-    `collate` gets a rank's good samples, possibly an empty list, and its bad ones.
+    `collate` gets a rank's good samples (perhaps none) and its bad ones.
     """
     if batch % config.canonical_streams:
         raise ConfigError(
@@ -420,7 +420,7 @@ def indexed_data(
 
 
 class _Collate:
-    """Separation of good samples from bad ones; a class, to be picklable."""
+    """Collation with good and bad samples separated; a class, as workers pickle it."""
 
     def __init__(self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots]) -> None:
         self._collate = collate

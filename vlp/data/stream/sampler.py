@@ -1,8 +1,8 @@
 """The training order: a function of (seed, epoch, streams, window) and of the shards' sizes alone.
 
 An epoch's shards, in random order, form one sequence of samples, cut into `streams` equal streams
-that are shuffled within windows. A global batch takes equally many samples from each stream, and
-ranks share the streams, so the number of ranks changes no global batch.
+that are shuffled within windows. A global batch has as many samples of each stream, and ranks share
+the streams, so that global batches do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vlp.data.stream.rng import make_rng
 
 
 class Source(NamedTuple):
-    """The number of samples (or captions, if each is one) in each shard, and the weight."""
+    """The number of samples (or pairs, with `captions: all`) in each shard, and the weight."""
 
     sizes: Sequence[int] | np.ndarray
     weight: float = 1.0
 
 
 class SampleIndex(NamedTuple):
-    """A sample's position in its shard, and the number of earlier passes over its source."""
+    """A sample (or pair) by its position in a shard, and the earlier passes over its source."""
 
     source: int
     shard: int
@@ -35,14 +35,14 @@ class SampleIndex(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A sample in an epoch, or an empty slot."""
+    """A slot of a batch: a sample in an epoch, or None."""
 
     epoch: int
     sample_index: SampleIndex | None
 
 
 class GlobalBatch(NamedTuple):
-    """One global batch: its epoch, each stream's position before it, samples consumed after it."""
+    """A global batch: its epoch, the position of each stream, samples consumed after the batch."""
 
     epoch: int
     start: int
@@ -50,7 +50,7 @@ class GlobalBatch(NamedTuple):
 
 
 def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
-    """Return the streams of one rank; all ranks have equally many."""
+    """Return the streams of a rank; all ranks have as many."""
     if streams % world_size:
         divisors = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
         fewer = max(ranks for ranks in divisors if ranks < world_size)
@@ -64,10 +64,10 @@ def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
 
 
 class TrainingSampler:
-    """Positions of the samples of every epoch, computed lazily.
+    """Sampler of every epoch's samples, by streams that are shuffled within windows.
 
-    A source of weight w gives floor((e+1)·w·n) - floor(e·w·n) of its n samples to epoch e, from
-    where the epoch before stopped. The number of ranks divides `streams`; `window` is in samples.
+    Epoch e reads floor((e+1)·w·n) - floor(e·w·n) of the n samples of a source of weight w, from
+    where epoch e - 1 stopped. The number of ranks divides `streams`; `window` is in samples.
     """
 
     def __init__(self, sources: Sequence[Source], streams: int, window: int, seed: int) -> None:
@@ -76,18 +76,18 @@ class TrainingSampler:
         self.seed = seed
         self._sizes = [narrow(source.sizes) for source in sources]
         self._totals = [int(sizes.sum()) for sizes in self._sizes]
-        # A weight is meant as written: 0.1 is a tenth, not the binary fraction next to it.
+        # Weights are decimal: 0.1 is a tenth, not the nearest binary fraction.
         self._weights = [Fraction(source.weight).limit_denominator(10**6) for source in sources]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
         self._epochs: LRUCache[EpochLayout] = LRUCache(2)
-        # Each stream's current window, by (epoch, window), as streams only move forward.
+        # Each stream's current window with its (epoch, index), as streams only move forward.
         self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._position_type = np.min_scalar_type(window)
 
     @property
     def prefetch_window(self) -> int:
-        """Samples of a stream that are prefetched ahead of the current ones."""
+        """Samples of a stream that are prefetched at a time."""
         return self.window
 
     def samples_before(self, epoch: int) -> int:
@@ -107,7 +107,7 @@ class TrainingSampler:
 
     def samples_of_rank(self, epoch: int, rank: int, world_size: int) -> int:
         """Return the number of samples of one epoch that fall to one rank."""
-        bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
+        bounds = self._bounds(epoch, streams_of_rank(self.streams, rank, world_size))
         return int(bounds[-1] - bounds[0])
 
     def locate(self, consumed: int) -> tuple[int, int]:
@@ -147,9 +147,9 @@ class TrainingSampler:
     def slots(
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
     ) -> list[SampleIndex | None]:
-        """Return a rank's (contiguous) slots of a global batch; None is an empty slot."""
+        """Return a rank's (contiguous) slots of a global batch; None for an empty slot."""
         per_stream = self._per_stream(size)
-        streams = self._streams_of_rank(rank, world_size)
+        streams = streams_of_rank(self.streams, rank, world_size)
         bounds = self._bounds(epoch, streams)
         positions = np.full((len(streams), per_stream), -1)
         for out, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
@@ -162,8 +162,8 @@ class TrainingSampler:
     def shards_of_window(
         self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List each (source, shard) that a rank reads in a window; empty after the epoch."""
-        bounds = self._bounds(epoch, self._streams_of_rank(rank, world_size))
+        """List the (source, shard) pairs that a rank reads in a window; empty after the epoch."""
+        bounds = self._bounds(epoch, streams_of_rank(self.streams, rank, world_size))
         starts = bounds[:-1] + window_index * self.window
         stops = np.minimum(starts + self.window, bounds[1:])
         layout = self._epoch(epoch)
@@ -185,11 +185,8 @@ class TrainingSampler:
             )
         return size // self.streams
 
-    def _streams_of_rank(self, rank: int, world_size: int) -> range:
-        return streams_of_rank(self.streams, rank, world_size)
-
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:
-        """Return consecutive streams' starts in the epoch's sequence, and the last one's end."""
+        """Return the starts of consecutive streams in the epoch's sequence, and the last stop."""
         indices = np.arange(streams.start, streams.stop + 1)
         return indices * self.samples_in_epoch(epoch) // self.streams
 
@@ -251,7 +248,7 @@ class TrainingSampler:
 
 
 class EndlessSampler:
-    """Global batches of `size` slots of an endless stream; an epoch is a number of batches."""
+    """Sampler of an endless stream in batches of `size`; an epoch has at least `epoch_samples`."""
 
     def __init__(self, epoch_samples: int, size: int) -> None:
         self._batches = -(-epoch_samples // size)
@@ -272,7 +269,7 @@ class EndlessSampler:
         return self.samples_in_epoch(epoch) // world_size
 
     def locate(self, consumed: int) -> tuple[int, int]:
-        """Return the epoch, and its consumed samples, after `consumed` samples."""
+        """Return the epoch, and the samples consumed of it, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
     def steps(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
@@ -284,26 +281,26 @@ class EndlessSampler:
 
 
 class EpochLayout:
-    """The chunks of one epoch in order: rows source, shard, first position, pass, length."""
+    """The chunks of an epoch in order, as rows (source, shard, first position, pass, length)."""
 
     def __init__(self, chunks: np.ndarray) -> None:
         self._chunks = [narrow(row) for row in chunks]
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return source and shard of the chunks in [start, stop) of the sequence."""
+        """Return (source, shard) of the chunks that overlap [start, stop) of the sequence."""
         if start >= stop:
             return []
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
         return list(zip(*(row[first : last + 1].tolist() for row in self._chunks[:2])))
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of the chunks between two chunk borders of the sequence."""
+        """Return the starts of the chunks from `start` to `stop`, which are chunk borders."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         return self._ends[first:last] - self._chunks[4][first:last]
 
     def samples(self, positions: np.ndarray) -> list[SampleIndex]:
-        """Return the samples at positions of the sequence that the chunks form in order."""
+        """Return the samples at positions of the sequence."""
         chunks = np.searchsorted(self._ends, positions, side="right")
         source, shard, first, source_pass, length = (row[chunks] for row in self._chunks)
         position = first + positions - (self._ends[chunks] - length)
@@ -311,24 +308,24 @@ class EpochLayout:
         return [SampleIndex(*row) for row in columns.tolist()]
 
 
-_BLOCKS = 8  # a stream is sorted and fetched by blocks of a window
+_BLOCKS = 8  # blocks of a window, by which a stream is shuffled and prefetched
 
 
 class _Timeline(NamedTuple):
     """The chunks of a stream, and the number of samples of each chunk by block."""
 
-    starts: np.ndarray  # position of each chunk's first sample; at the end, the stream's length
-    first_blocks: np.ndarray  # block in which each chunk's first sample may be read
-    cumulative: list[np.ndarray]  # samples of each chunk up to each block's end, from its first
-    ends: np.ndarray  # samples of the stream up to the end of each block
+    starts: np.ndarray  # (chunks + 1,): position of each chunk's first sample; the stream's length
+    first_blocks: np.ndarray  # (chunks,): first block that may have samples of the chunk
+    cumulative: list[np.ndarray]  # of each chunk, (blocks,): its samples up to each block's end
+    ends: np.ndarray  # (blocks,): samples of the stream up to each block's end
 
 
 class SlidingSampler(TrainingSampler):
-    """Shards assigned to streams once per run and read through a sliding window.
+    """Sampler that assigns shards to streams once per run and spreads them over a sliding window.
 
     Ranks read the same shards in every epoch (for their caches), in another order. A stream reads
-    from about `window` / shard size shards at a time. Samples of a chunk with middle m are spread
-    evenly over [m - window/2, m + window/2], in blocks of an eighth of a window.
+    from about `window` / shard size shards at a time. A chunk with its middle at m spreads its
+    samples evenly over [m - window/2, m + window/2], in blocks of an eighth of a window.
     """
 
     def __init__(self, sources: Sequence[Source], streams: int, window: int, seed: int) -> None:
@@ -337,14 +334,14 @@ class SlidingSampler(TrainingSampler):
 
     @property
     def prefetch_window(self) -> int:
-        """Samples of a stream that are prefetched ahead of the current ones: a block."""
+        """Samples of a stream that are prefetched at a time: a block."""
         return max(1, self.window // _BLOCKS)
 
     def shards_of_window(
         self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List (source, shard) that a rank reads while its streams go through a window."""
-        streams = self._streams_of_rank(rank, world_size)
+        """List the (source, shard) pairs that a rank reads in a block, which is the window here."""
+        streams = streams_of_rank(self.streams, rank, world_size)
         shards: dict[tuple[int, int], None] = {}
         for first, stream in zip(self._bounds(epoch, streams).tolist(), streams):
             timeline = self._timeline(epoch, stream)
@@ -358,8 +355,8 @@ class SlidingSampler(TrainingSampler):
 
     def _new_layout(self, epoch: int) -> EpochLayout:
         chunks = self._chunks(epoch)
-        # Keys of a run, not of an epoch: a shard stays with its stream, and ranks find it in their
-        # cache. A fractional weight moves the streams' borders by few shards.
+        # Keys do not depend on the epoch: a shard stays in its stream and its rank's cache.
+        # Fractional weights move the borders of streams by few shards.
         keys = [
             make_rng(self.seed, 0, source, "deal").random(len(sizes))
             for source, sizes in enumerate(self._sizes)

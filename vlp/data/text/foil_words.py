@@ -1,8 +1,8 @@
-"""Word tables of foils: colours, numbers, nouns and phrases with their replacements."""
+"""Word tables of foils: colours, numbers, nouns and phrases, with replacements."""
 
 from __future__ import annotations
 
-COLOURS = {  # each with colours it is never confused with
+COLOURS = {  # with other colours that nobody confuses with the first
     "red": ("blue", "green", "yellow", "black", "white"),
     "blue": ("red", "yellow", "orange", "white", "pink"),
     "green": ("red", "orange", "white", "pink", "purple"),
@@ -18,55 +18,34 @@ COLOURS = {  # each with colours it is never confused with
     "tan": ("black", "blue", "green"),
 }
 
-OF_ANIMALS = frozenset({"black", "white", "brown"})
+OF_ANIMALS = frozenset({"black", "white", "brown"})  # colours
 
 NUMBERS = ("two", "three", "four", "five", "six")
 
 BEINGS = {
-    "man": "m",
-    "guy": "m",
-    "woman": "w",
-    "lady": "w",
-    "boy": "b",
-    "girl": "g",
-    "child": "bg",
-    "kid": "bg",
-    "toddler": "bg",
-    "baby": "bg",
-    "teenager": "mwbg",
-    "person": "mwbg",
-    "adult": "mw",
-    "player": "mwbg",
-    "skateboarder": "mwbg",
-    "snowboarder": "mwbg",
-    "skier": "mwbg",
-    "surfer": "mwbg",
-    "biker": "mwbg",
-    "cyclist": "mwbg",
-    "bicyclist": "mwbg",
-    "motorcyclist": "mwbg",
-    "rider": "mwbg",
-    "climber": "mwbg",
-    "hiker": "mwbg",
-    "runner": "mwbg",
-    "swimmer": "mwbg",
-    "soldier": "mwbg",
-    "clown": "mwbg",
-    "dog": "d",
-    "puppy": "d",
-    "cat": "c",
-    "horse": "h",
-    "bird": "r",
-    "cow": "o",
-    "bull": "o",
-    "sheep": "s",
-    "goat": "s",
-    "duck": "r",
-    "monkey": "y",
+    noun: beings
+    for beings, nouns in {
+        "m": "man guy",
+        "w": "woman lady",
+        "b": "boy",
+        "g": "girl",
+        "bg": "child kid toddler baby",
+        "mw": "adult",
+        "mwbg": "teenager person player rider climber hiker runner swimmer soldier clown "
+        "skateboarder snowboarder skier surfer biker cyclist bicyclist motorcyclist",
+        "d": "dog puppy",
+        "c": "cat",
+        "h": "horse",
+        "r": "bird duck",
+        "o": "cow bull",
+        "s": "sheep goat",
+        "y": "monkey",
+    }.items()
+    for noun in nouns.split()
 }
-"""Nouns of people and animals; two may name the same being if they share a letter."""
+"""Nouns of people and animals; two with a common letter may name the same being."""
 
-PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}  # not for these beings
+PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}  # and beings they exclude
 
 PLURALS = {  # irregular
     "man": "men",
@@ -79,23 +58,23 @@ PLURALS = {  # irregular
     "baby": "babies",
 }
 
-GUESSABLE = (  # nouns of obvious colour or without one
+GUESSABLE = (  # nouns of an obvious colour, or of none
     "grass|snow|water|sky|sand|trees?|leaves|foliage|hair|haired|beard|eyes?|smoke|ice|clouds?|"
     "mountains?|fields?|forest|lights?|belt|wine|juice|photo|photograph|picture|image|shot|object"
 )
 
-HEIGHTS = (  # go up or down
+HEIGHTS = (  # nouns behind "up" and "down"
     "hill|hillside|slope|mountain|mountainside|stairs|steps|staircase|stairway|ramp|cliff|dune|"
     "ladder|escalator|embankment|slide|rail|railing|handrail|bannister|banister"
 )
 
-SUPPORTS = (  # on or under
+SUPPORTS = (  # nouns behind "on" and "under"
     "bench|table|bike|bicycle|motorcycle|skateboard|surfboard|snowboard|couch|chair|bed|horse|"
     "bridge|trampoline|rock|rocks|boulder|log|swing|roof|deck|dock|pier|platform|stage|car|truck|"
     "tree|blanket|towel|carpet|rug|ledge|wall|raft|boat|sled|scooter|counter|desk|mat|stool"
 )
 
-CONTAINERS = (  # in or next to
+CONTAINERS = (  # nouns behind "in" and "beside"
     "pool|lake|river|pond|stream|creek|fountain|puddle|boat|canoe|kayak|raft|car|truck|tub|bathtub|"
     "box|tent|bucket|basket|cage|swing|cart|wheelchair|stroller|bed|crib|tunnel|doorway|hammock"
 )
@@ -138,14 +117,14 @@ PHRASES: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 
 LEFT_RIGHT = r"(?:the|his|her|its|their|to|far) (left|right)(?! (?:way|moment|time|over|behind)\b)"
 
-SYMMETRIC = (  # nouns around it may be exchanged
+SYMMETRIC = (  # text between two nouns whose exchange leaves a caption true
     r"^(?:,|or|while|by)?$|\band$|"
     r"\b(?:with|next to|beside|near|alongside|nearby|facing|opposite|across from|face to face)$|"
     r"(?<!ed )by$|"
     r"\b(?:fight|wrestl|kiss|hug|embrac|danc|play|rac(?:e|ing)|talk|meet|argu|spar|greet|shak)\w*"
 )
 
-SMALL_WORDS = (  # end a noun phrase
+SMALL_WORDS = (  # words that end a noun phrase
     "in|on|at|of|with|and|or|as|by|to|for|from|into|onto|over|under|near|behind|through|while|is|"
     "are|was|who|that|which|has|have|his|her|its|their|him|them|it|he|she|they|a|an|the|next|up|"
     "down|off|out|inside|outside|beside|between|around|along|across|toward|towards|against"
@@ -155,4 +134,4 @@ SEVERAL = (
     "two|three|four|five|six|several|many|some|group|crowd|team|couple|pair|both|each|another|"
     "other|others|people|all|few|they|their|them|and"
 )
-"""Words that a caption about a single being does not have."""
+"""Words that tell of more than one being."""

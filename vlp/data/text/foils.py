@@ -1,7 +1,7 @@
-"""Foils: captions that are false of an image, each a true caption with one thing exchanged.
+"""Foils: false captions of an image, made from true ones by the exchange of a word or phrase.
 
-The rules read words, not meaning (after FOIL-COCO, Shekhar et al. 2017, and VALSE, Parcalabescu et
-al. 2022): some foils are still true, others odd; a score of blank images measures the odd ones.
+The rules match words, not meaning (as FOIL-COCO, Shekhar et al. 2017, and VALSE, Parcalabescu et
+al. 2022): some foils are still true, others odd. Scores on blank images measure how many are odd.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class Edit(NamedTuple):
 
 
 def make_foils(captions: Sequence[str], seed: int, key: str) -> list[list[Foil]]:
-    """Make for each caption of an image at most one foil of each of `FOIL_KINDS`, in that order.
+    """Make, for each caption of an image, at most one foil of each kind, in the order `FOIL_KINDS`.
 
-    `subject_object` exchanges two beings, `binding` the colours of two things; the other kinds
-    replace one word or phrase.
+    `subject_object` exchanges two beings, `binding` the colours of two things; other kinds replace
+    a word or phrase (`left_right` all of them). `seed` and `key` choose among possible foils.
     """
     true_texts = {_normalise(caption) for caption in captions}
-    # A word that another caption says of the image makes no foil.
+    # A word of another caption of the image may be true, so it makes no foil.
     all_captions = " . ".join(captions).lower()
     foils_of_captions = []
     for number, caption in enumerate(captions):
         foils = []
         for kind, rule in _RULES.items():
             texts = (apply_edits(caption, edits) for edits in rule(caption, all_captions))
-            choice = [text for text in dict.fromkeys(texts) if _normalise(text) not in true_texts]
-            if choice:
+            choices = [text for text in dict.fromkeys(texts) if _normalise(text) not in true_texts]
+            if choices:
                 rng = make_rng(seed, 0, key, f"foil {kind} {number}")
-                foils.append(Foil(kind, choice[int(rng.integers(len(choice)))]))
+                foils.append(Foil(kind, choices[int(rng.integers(len(choices)))]))
         foils_of_captions.append(foils)
     return foils_of_captions
 
 
 def apply_edits(caption: str, edits: Sequence[Edit]) -> str:
-    """Return the caption with some spans replaced; articles and the first capital follow."""
+    """Apply edits to a caption; "a" or "an" before them and the first capital are adapted."""
     parts, done = [], 0
     for edit in sorted(edits):
         before, new = caption[done : edit.start], edit.new
@@ -89,8 +89,10 @@ def _subject_object(caption: str, all_captions: str) -> Iterator[list[Edit]]:
         if plural != second_plural or may_be_same or _disagrees(caption, beings):
             continue
         if not re.search(words.SYMMETRIC, between):
-            start = _lower_first(left[0]) if left.start() == 0 else left[0]
-            yield [Edit(*left.span(), right[0]), Edit(*right.span(), start)]
+            being = left[0]
+            if left.start() == 0:  # without the capital of the caption
+                being = being[:1].lower() + being[1:]
+            yield [Edit(*left.span(), right[0]), Edit(*right.span(), being)]
 
 
 def _colour(caption: str, all_captions: str) -> Iterator[list[Edit]]:
@@ -147,7 +149,7 @@ def _left_right(caption: str, all_captions: str) -> Iterator[list[Edit]]:
 
 
 def _disagrees(caption: str, beings: Sequence[str]) -> bool:
-    """Return whether a pronoun of the caption would tell that two beings changed places."""
+    """Return whether a pronoun of the caption excludes one of the beings."""
     return any(
         set(being) <= set(others) and _mentions(caption.lower(), pronouns)
         for pronouns, others in words.PRONOUNS.items()
@@ -156,7 +158,7 @@ def _disagrees(caption: str, beings: Sequence[str]) -> bool:
 
 
 def _is_plausible(caption: str, end: int, colour: str) -> bool:
-    """Return whether a thing named behind `end` may have a colour: animals have few."""
+    """Return whether the noun after `end` may have the colour: animals have few colours."""
     return colour in words.OF_ANIMALS or _ANIMAL.match(caption, end) is None
 
 
@@ -177,17 +179,11 @@ def _singular(noun: str) -> tuple[str, bool]:
     return _SINGULAR.get(noun.lower(), noun.lower()), noun.lower() in _SINGULAR
 
 
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
 def _pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![\w-]){pattern}(?![\w'-])", re.IGNORECASE)
 
 
-def _join(names: Sequence[str]) -> str:
-    return "|".join(names)
-
+_join = "|".join
 
 _SINGULAR = {_plural(noun): noun for noun in words.BEINGS if _plural(noun) != noun}
 _PEOPLE = [name for name, beings in words.BEINGS.items() if set(beings) & set("mwbg")]

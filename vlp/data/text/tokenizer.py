@@ -18,47 +18,43 @@ from torch import Tensor
 from vlp.config import ConfigError
 from vlp.io import check_hub, may_be_on_hub, parse_json, write_json
 
-# Ids 0-4, in this order, in every vocabulary trained here.
+# Ids 0 to 4 of vocabularies of `train_wordpiece`.
 PAD, UNK, CLS, SEP, MASK = SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_TOKENS = 2**24  # rows of an embedding table
 
-# The same as RoBERTa, XLM-R and MPNet name them.
-_OTHERS = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
+# Names of the special tokens in RoBERTa, XLM-R and MPNet.
+_ROBERTA_NAMES = dict(zip(SPECIALS, ("<pad>", "<unk>", "<s>", "</s>", "<mask>")))
 
 
 class TextTokens(NamedTuple):
     """Captions as tensors (captions, tokens)."""
 
     text_ids: Tensor
-    # All but padding.
-    attention_mask: Tensor
-    # Neither padding nor [CLS] and [SEP]: tokens that masking may choose and anchors may lie at.
+    attention_mask: Tensor  # False for padding
+    # Tokens that MLM may mask and that may be anchors: False for padding, [CLS], [SEP] and [MASK].
     word_mask: Tensor
 
 
 class TextProcessor:
-    """BERT-like tokenizer to ids of a fixed length; long captions are cut, keeping [SEP].
+    """BERT-like tokenizer; ids are padded or cut to `max_tokens`, which counts [CLS] and [SEP].
 
-    Special tokens have BERT's or RoBERTa's names. `max_tokens` counts [CLS] and [SEP].
+    Special tokens have BERT's or RoBERTa's names.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._names = _special_names(vocabulary)
         self.max_tokens = max_tokens
-        ids = {name: vocabulary[token] for name, token in self._names.items()}
-        # Rows that an embedding table needs; asking the library copies the whole vocabulary.
+        # Of [PAD], [UNK], [CLS], [SEP], [MASK], which MLM never draws as random tokens.
+        self.special_ids: tuple[int, ...] = tuple(vocabulary[name] for name in self._names.values())
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = self.special_ids
+        # Rows of an embedding table. Stored, as `Tokenizer.get_vocab` copies the whole vocabulary.
         self.vocab_size: int = max(vocabulary.values()) + 1
         if self.vocab_size > MAX_TOKENS:
             raise ConfigError(
                 f"the vocabulary has a token of id {self.vocab_size - 1}, more than {MAX_TOKENS:,}"
             )
-        self.pad_id: int = ids[PAD]
-        self.unk_id: int = ids[UNK]
-        self.cls_id: int = ids[CLS]
-        self.sep_id: int = ids[SEP]
-        self.mask_id: int = ids[MASK]
-        # By id, not by the tokenizer's own mask: a caption may hold the text "[SEP]".
+        # By id, as the tokenizer's `special_tokens_mask` misses a "[SEP]" in the caption itself.
         self._is_word = np.ones(self.vocab_size, dtype=np.bool_)
         self._is_word[[self.pad_id, self.cls_id, self.sep_id, self.mask_id]] = False
         self._plain = Tokenizer.from_str(tokenizer.to_str())
@@ -79,16 +75,11 @@ class TextProcessor:
         """A copy of the tokenizer without truncation and padding."""
         return Tokenizer.from_str(self._plain.to_str())
 
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        """Ids of [PAD], [UNK], [CLS], [SEP], [MASK]: never a random word of masking."""
-        return self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id
-
     def __call__(self, texts: str | Sequence[str]) -> TextTokens:
         """Tokenise one caption or several into (captions, max_tokens) tensors."""
         texts = as_texts(texts)
-        # One caption at a time in loader workers: encode_batch starts threads, which a forked
-        # process must not.
+        # Loader workers tokenise one caption at a time: encode_batch starts threads, which are not
+        # safe in a forked process.
         encodings = (
             [self._tokenizer.encode(texts[0])]
             if len(texts) == 1
@@ -103,23 +94,23 @@ class TextProcessor:
         return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Count the texts that exceed `max_tokens`."""
+        """Count the texts of more than `max_tokens` tokens."""
         encodings = self._plain.encode_batch(list(texts))
         return sum(len(encoding.ids) > self.max_tokens for encoding in encodings)
 
     def words(self, text: str) -> list[str]:
-        """Return a caption's word pieces as in its ids, with special tokens, without padding."""
+        """Return the word pieces of a caption's ids: cut, with [CLS] and [SEP], without padding."""
         encoding = self._tokenizer.encode(text)
         return encoding.tokens[: sum(encoding.attention_mask)]
 
     def as_read(self, text: str) -> str:
-        """Return a text without what is cut off, and with [UNK] for its unknown words."""
+        """Return a text as far as `max_tokens` reaches, with [UNK] for unknown words."""
         encoding, parts, last = self._tokenizer.encode(text), [], 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets):
-            # Special tokens have no characters, and pieces of one character the same.
+            # Special tokens are empty, and several pieces of one character have the same offsets.
             if end > last:
                 word = text[start:end]
-                # Punctuation that the vocabulary lacks is no word.
+                # Unknown punctuation stays: it does not count in comparisons of captions.
                 is_word = any(unicodedata.category(character)[0] != "P" for character in word)
                 parts += [text[last:start], UNK if token == self.unk_id and is_word else word]
                 last = end
@@ -132,7 +123,7 @@ class TextProcessor:
         (folder / "tokenizer.json").write_text(self._plain.to_str(pretty=True), encoding="utf-8")
         settings: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
-        # Of a BertTokenizer transformers reads the vocabulary alone.
+        # transformers' BertTokenizer reads vocab.txt alone, so only BERT's own rules may use it.
         if (
             tuple(self._names.values()) == SPECIALS
             and bert_tokenizer(vocabulary).to_str() == self._plain.to_str()
@@ -150,20 +141,20 @@ class TextProcessor:
         write_json(folder / "tokenizer_config.json", settings)
 
     def require_words_of(self, folder: str) -> None:
-        """Require the ids of the tokenizer in a folder of weights, if it has one."""
+        """Require the same ids as the tokenizer in a folder of weights, if there is one."""
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return
         other = TextProcessor.load(folder, self.max_tokens)
         ours, theirs = (parse_json(text._plain.to_str()) for text in (self, other))
         if ours["normalizer"] != theirs["normalizer"]:
             raise ConfigError(
-                f"data.vocabulary changes case or accents otherwise than {folder}, whose weights "
-                f"know other words: set data.vocabulary={folder}"
+                f"data.vocabulary treats case or accents in another way than {folder}, which the "
+                f"weights were trained with: set data.vocabulary={folder}"
             )
         if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(
-                f"data.vocabulary has other words, or in another order, than {folder}, whose "
-                f"weights know them by number: set data.vocabulary={folder}"
+                f"data.vocabulary has other ids of words than {folder}, which the weights were "
+                f"trained with: set data.vocabulary={folder}"
             )
 
     @classmethod
@@ -191,7 +182,10 @@ class TextProcessor:
 
 
 def predicted_positions(ids: Tensor, pad_id: int) -> Tensor:
-    """Return the places (R,) in (B * (L - 1),) that a decoder predicts: no padding, no [CLS]."""
+    """Return the (R,) positions in (B * (L - 1),) that a decoder predicts: all but padding.
+
+    `ids` are (B, L); their first column, [CLS], is not predicted.
+    """
     return (ids[:, 1:] != pad_id).flatten().nonzero()[:, 0]
 
 
@@ -231,7 +225,7 @@ def bert_tokenizer(
 
 
 def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a lower-case BERT WordPiece vocabulary; equal captions give the same one."""
+    """Train a lower-case BERT WordPiece vocabulary; equal captions give equal vocabularies."""
     from tokenizers.trainers import WordPieceTrainer
 
     tokenizer = bert_tokenizer({name: number for number, name in enumerate(SPECIALS)})
@@ -247,11 +241,11 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
     needed = len(SPECIALS) + len(inner) + len(letters)
     if vocab_size < needed:
         raise ConfigError(
-            f"a vocabulary of {vocab_size} is too small: these captions need {needed} for single "
-            "letters alone"
+            f"a vocabulary of {vocab_size} is too small: the letters of these captions alone need "
+            f"{needed}"
         )
-    # The library numbers inner letters in the order of a randomly seeded hash table and breaks ties
-    # of merges by number, so they are numbered here first.
+    # The library assigns ids to inner letters in random order and breaks ties of merges by id, so
+    # their ids are assigned here.
     trainer = WordPieceTrainer(
         vocab_size=vocab_size,
         special_tokens=[*SPECIALS, *inner],
@@ -264,8 +258,8 @@ def train_wordpiece(captions: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
-    """Return the names that a vocabulary has for BERT's special tokens."""
-    names = {name: name if name in vocabulary else _OTHERS[name] for name in SPECIALS}
+    """Return a vocabulary's names of BERT's special tokens, by BERT's names."""
+    names = {name: name if name in vocabulary else _ROBERTA_NAMES[name] for name in SPECIALS}
     missing = [name for name in SPECIALS if names[name] not in vocabulary]
     if missing:
         raise ConfigError(f"the vocabulary has no {', '.join(missing)}; it is not BERT-like")
@@ -273,12 +267,12 @@ def _special_names(vocabulary: dict[str, int]) -> dict[str, str]:
 
 
 def _bert_normalizer(folder: Path, vocabulary: Iterable[str]) -> normalizers.BertNormalizer:
-    """Return the normalizer of a folder's `tokenizer_config.json`, by default of its words."""
+    """Return the normalizer by a folder's `tokenizer_config.json`, or by the case of its words."""
     file = folder / "tokenizer_config.json"
     if file.is_file():
         settings = parse_json(file.read_text(encoding="utf-8"))
     else:
-        # Some folders of cased models have no configuration.
+        # Cased models may lack the file: capitals in the vocabulary show that case matters.
         settings = {"do_lower_case": not any(re.match("(##)?[A-Z]", word) for word in vocabulary)}
     return normalizers.BertNormalizer(
         handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
@@ -295,7 +289,7 @@ def _from_hub(name: str) -> str:
             raise FileNotFoundError(name)
         check_hub()
         return hf_hub_download(name, "tokenizer.json")
-    except Exception as error:  # no network, no such name, not a name: one answer to all
+    except Exception as error:  # one message for no network, unknown and invalid names
         raise ConfigError(
             f"vocabulary {name!r} is neither a folder with tokenizer.json or vocab.txt nor a name "
             f"on the hub that can be reached ({type(error).__name__}); without a hub pass "

@@ -1,4 +1,4 @@
-"""Token positions of the words of a caption, and the boxes that they name in an image."""
+"""Token positions of a caption's words, and the image patches that they name."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vlp.data.schema import Annotation, caption_numbers
 def patches_in_box(
     box: Sequence[float], grid: tuple[int, int], size: tuple[int, int]
 ) -> NDArray[np.bool_]:
-    """Return (rows * columns,) bool, patches with their centre in the box; at least one.
+    """Return (rows * columns,) bool, True for patches with their centre in the box; at least one.
 
-    box: [x, y, width, height] in pixels of an image of `size` (width, height), which is squashed.
+    box: [x, y, width, height] in pixels of an image of `size` (width, height), squashed to `grid`.
     """
     rows, columns = grid
     x, y, width, height = box
-    across = (np.arange(columns) + 0.5) * size[0] / columns
-    down = (np.arange(rows) + 0.5) * size[1] / rows
+    centres_x = (np.arange(columns) + 0.5) * size[0] / columns
+    centres_y = (np.arange(rows) + 0.5) * size[1] / rows
     inside = np.logical_and.outer(
-        (down >= y) & (down < y + height), (across >= x) & (across < x + width)
+        (centres_y >= y) & (centres_y < y + height), (centres_x >= x) & (centres_x < x + width)
     )
     if not inside.any():
         row = int(np.clip((y + height / 2) * rows / size[1], 0, rows - 1))
@@ -32,28 +32,32 @@ def patches_in_box(
     return inside.ravel()
 
 
+# Codes of a word's patches: inside one of its own boxes, and inside another word's box only.
 OWN, OTHER = 1, 2
 
 
 class WordBox(NamedTuple):
-    """Word `position` of caption `caption`: the `kind` of the thing in `box` or `others`."""
+    """Word `position` of caption `caption`, which names the `kind` of the object in `box`.
+
+    It may also name that of an object in `others`.
+    """
 
     caption: int
     position: int
     word: str
     kind: str  # as in `Word`
-    # [x, y, width, height] in pixels, as are `others`.
+    # [x, y, width, height] in pixels, like `others`.
     box: tuple[float, ...]
     others: tuple[tuple[float, ...], ...] = ()
 
     @property
     def boxes(self) -> tuple[tuple[float, ...], ...]:
-        """All boxes that the word may mean."""
+        """All boxes that the word may name."""
         return (self.box, *self.others)
 
 
 def words_with_boxes(annotation: Annotation) -> list[WordBox]:
-    """Return the words with known boxes; captions are numbered as in `captions_of`."""
+    """Return the words that have boxes; `caption` counts in `captions_of`."""
     if not annotation.words:
         return []
     index = {number: position for position, number in enumerate(caption_numbers(annotation))}
@@ -72,14 +76,14 @@ def words_with_boxes(annotation: Annotation) -> list[WordBox]:
 
 
 def word_positions(pieces: Sequence[str]) -> list[range]:
-    """Return each word's token positions from word pieces, [CLS] and [SEP] at the ends."""
+    """Return each word's token positions, given word pieces with [CLS] and [SEP] at the ends."""
     last = len(pieces) - 1
     starts = [position for position in range(1, last) if not pieces[position].startswith("##")]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], last])]
 
 
 def word_text(pieces: Sequence[str], positions: range) -> str:
-    """Return the word at some positions, as the tokenizer sees it."""
+    """Return the word at some positions, as normalised by the tokenizer."""
     return "".join(pieces[position].removeprefix("##") for position in positions)
 
 
@@ -91,23 +95,23 @@ def word_patches(
     grid: tuple[int, int],
     size: tuple[int, int],
 ) -> NDArray[np.int8]:
-    """Return (tokens, patches) int8: OWN in the token's own box, OTHER in another's, else 0.
+    """Return (tokens, patches) int8 of a caption: OWN, OTHER, or 0; tokens without a box have 0.
 
     `pieces` include [CLS] and [SEP]; `tokens` is the padded length; `size` is (width, height).
     """
     patches = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     words = words_with_boxes(annotation)
-    # Many words name few objects: each box is looked at once.
-    distinct = {box for word in words for box in word.boxes}
-    boxes = {box: patches_in_box(box, grid, size) for box in distinct}
+    # Many words name few objects: the patches of a box are computed once.
+    boxes = {box for word in words for box in word.boxes}
+    inside = {box: patches_in_box(box, grid, size) for box in boxes}
     positions = word_positions(pieces)
     for word in words:
         if word.caption != caption or word.position >= len(positions):
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
-        for inside in boxes.values():
-            row[inside] = OTHER
+        for mask in inside.values():
+            row[mask] = OTHER
         for box in word.boxes:
-            row[boxes[box]] = OWN
+            row[inside[box]] = OWN
         patches[list(positions[word.position])] = row
     return patches

@@ -296,7 +296,7 @@ class _ImageFiles:
         else:
             exists = name in self._members
         path = name if exists else self._names.find(name)
-        if not exists and path in self._names.shared:
+        if not exists and path in self._names.ambiguous:
             raise BadSample("image of several names", f"{where}: {path} in {self._root}")
         return path or ""
 
@@ -309,7 +309,7 @@ class _ImageFiles:
         else:
             files = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
             names = FileNames({str(file.relative_to(root)): str(file) for file in files})
-        # A later entry may share the file of an earlier one, so `shared` needs all look-ups.
+        # A later entry may share the file of an earlier one, so `ambiguous` needs all look-ups.
         for name in self._entries:
             names.find(_plain_name(name))
         return names
