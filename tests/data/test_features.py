@@ -161,9 +161,9 @@ def test_a_folder_that_does_not_fit_is_named(shards, configuration, tmp_path):
             data_of(config, f"data.features={out}", override)
     features = StoredFeatures(out)
     with pytest.raises(ConfigError, match=r"weights is '\w+' there, 'f+' here"):
-        features.require_tower(TowerKey(features.header.tower, 64 * "f"))
+        features.header.require_tower(out, TowerKey(features.header.tower, 64 * "f"))
     with pytest.raises(ConfigError, match=r"tower\.layers is 1 there, 2 here"):
-        features.require_tower(TowerKey(features.header.tower | {"layers": 2}, "f"))
+        features.header.require_tower(out, TowerKey(features.header.tower | {"layers": 2}, "f"))
 
 
 def test_features_that_are_missing_or_damaged_are_named(shards, configuration, tmp_path):

@@ -440,9 +440,6 @@ def _read_shard(path: str, outages: OutageConfig) -> Iterator[RawSample | BadSam
         yield missing
 
 
-__all__ = ["DataError", "PretrainData"]
-
-
 class PretrainData(OrderedData):
     """Batches of pretraining: the same for any number of ranks and workers if shards have an index.
 

@@ -428,7 +428,7 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
     """Require that stored features, if any, come from a model's image tower."""
     if features is None:
         return
-    features.require_tower(tower_key(model))
+    features.header.require_tower(features.folder, tower_key(model))
     config = model.config.image
     tokens = features.header.tokens - config.summary_tokens
     if tokens not in (1 + prod(config.tower_grid), 1 + prod(config.grid)):

@@ -8,7 +8,7 @@ All text of an image is derived from its graph, so captions, questions and expre
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "black", "white")
@@ -109,12 +109,9 @@ def main_relation(scene: Scene, first: int, second: int) -> str:
 
 def relations(scene: Scene) -> list[tuple[int, str, int]]:
     """List the clear relations of all pairs, as (first object, relation, second object)."""
-    numbers = range(len(scene.objects))
     return [
         (first, relation, second)
-        for first in numbers
-        for second in numbers
-        if first != second
+        for first, second in permutations(range(len(scene.objects)), 2)
         for relation in RELATIONS
         if relation_holds(scene, first, relation, second)
     ]

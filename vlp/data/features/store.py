@@ -176,10 +176,6 @@ class StoredFeatures:
         self.header.require(self.folder, expected)
         return [self._source_features(index, augment is None) for index in indices]
 
-    def require_tower(self, tower: TowerKey) -> None:
-        """Require that the features are of a tower."""
-        self.header.require_tower(self.folder, tower)
-
     def holds(self, index: ShardIndex) -> bool:
         """Return whether the shards, unchanged, are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]

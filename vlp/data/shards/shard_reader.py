@@ -41,7 +41,6 @@ from vlp.data.shards.remote import (
     is_url,
 )
 from vlp.data.shards.sample_files import (
-    IMAGES,
     BadSample,
     Contents,
     DataError,
@@ -129,18 +128,7 @@ class CachedFolder(LocalFolder):
         return CachedFile(self.folder, entry.name, entry.bytes, self._digests.get(entry.name))
 
 
-__all__ = [
-    "IMAGES",
-    "INDEX_NAME",
-    "BadSample",
-    "Item",
-    "Items",
-    "RawSample",
-    "ShardEntry",
-    "ShardIndex",
-    "ShardWriter",
-    "index_folder",
-]
+__all__ = ["Item", "Items", "ShardEntry", "ShardIndex", "ShardWriter", "index_folder"]
 
 _MAX_SCANS = 1024  # shards with rows from a scan in memory, 10 bytes a sample
 _MAX_OPEN_FILES = 128
