@@ -1,6 +1,6 @@
-"""Check of a GPU: correctness against a CPU, and the speed of pretraining steps.
+"""Check of a GPU: correctness compared with a CPU, and speed of pretraining steps.
 
-Each part runs in a process with a time limit. `make test-gpu` compares kernels.
+Each part runs in a process with a time limit. Kernels are checked by `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from vlp.training.run_folder import RunFolder
 
 T = TypeVar("T")
 WORDS = 15
-WAYS: tuple[Compile, ...] = ("none", "blocks")
-# Calls of CUDA's runtime and driver that give the GPU something to do.
+MODES: tuple[Compile, ...] = ("none", "blocks")
+# Prefixes of CUDA calls that launch work on the GPU.
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync")
 # DDP, and stages of ZeRO.
 ENGINES = ("ddp", "0", "1", "2", "3")
-# Pairs of a rank, and steps, of parts that measure no speed.
+# Pairs of a rank and steps, where no speed is measured.
 ROWS, STEPS = 4, 4
 LOG_EVERY = 4
 
@@ -65,22 +65,22 @@ class Setting(NamedTuple):
     """Shared settings of a check."""
 
     config: PretrainConfig
-    # Pairs of the timed steps.
+    # Batch sizes of the timed steps, in pairs.
     rows: tuple[int, ...]
     device: torch.device
-    # Every part runs on the CPU at tiny sizes.
+    # Run every part on the CPU at tiny sizes.
     dry: bool
     # Folder of the results.
     out: Path
 
     @property
     def middle(self) -> int:
-        """Pairs of the steps that are timed in every form."""
+        """Return the middle batch size, which is timed in every mode."""
         return self.rows[len(self.rows) // 2]
 
     @property
     def backend(self) -> str:
-        """Backend of `torch.compile`; a dry run captures graphs without compiling."""
+        """Return the backend of `torch.compile`; a dry run only captures graphs."""
         return "eager" if self.dry else "inductor"
 
 
@@ -94,11 +94,11 @@ class CheckedFigure(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Return whether the figure is right; NaN is not."""
+        """Return True if the value is within its limit; False for NaN."""
         return self.at_most is None or self.value <= self.at_most
 
     def cells(self) -> list[str]:
-        """Lay out a row of the table: name, most, measured, whether it holds."""
+        """Return a row of the table: name, limit, value, and whether the limit holds."""
         most = "-" if self.at_most is None else f"{self.at_most:g}"
         verdict = "" if self.at_most is None else "yes" if self.holds else "NO"
         return [self.name, most, f"{self.value:.4g} {self.unit}".strip(), verdict]
@@ -108,14 +108,14 @@ Part = Callable[[Setting], Iterator[CheckedFigure]]
 
 
 def product_rate(setting: Setting) -> float:
-    """Measure the FLOP/s of one large bf16 product, the best of some rounds."""
+    """Measure the FLOP/s of a large bf16 matrix product, the best of ten."""
     side = 256 if setting.dry else 8192
     a, b = (torch.randn(side, side, device=setting.device).bfloat16() for _ in range(2))
     return 2 * side**3 / _fastest(setting, partial(torch.matmul, a, b))
 
 
 def bandwidth(setting: Setting) -> float:
-    """Measure the bytes/s of memory that a copy reads and writes."""
+    """Measure the memory bandwidth of a copy: bytes/s, read and written."""
     source = torch.randn(1 << (16 if setting.dry else 28), device=setting.device)
     return 2 * source.nbytes / _fastest(setting, partial(torch.empty_like(source).copy_, source))
 
@@ -125,7 +125,7 @@ def _fastest(setting: Setting, work: partial[torch.Tensor]) -> float:
 
 
 def rates(setting: Setting) -> Iterator[CheckedFigure]:
-    """Print versions; yield rates."""
+    """Print versions; yield the product rate and the memory bandwidth."""
     print(harness.device_name(setting.device), *versions(), sep="\n")
     yield CheckedFigure("bf16 product", product_rate(setting) / 1e12, "TFLOP/s")
     yield CheckedFigure("memory", bandwidth(setting) / 1e9, "GB/s")
@@ -138,7 +138,7 @@ def versions() -> list[str]:
 
 
 def losses(setting: Setting) -> Iterator[CheckedFigure]:
-    """Compare losses and gradients of a float32 step on the device with a CPU's."""
+    """Compare loss and gradient of a float32 step on the device and on a CPU."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     batch = random_batch(setting.config.inputs, ROWS, 3)
@@ -153,14 +153,12 @@ def losses(setting: Setting) -> Iterator[CheckedFigure]:
         return float(loss.detach()), torch.cat(gradients)
 
     loss, gradient = step(torch.device("cpu"), "none")
-    for mode in WAYS:
+    for mode in MODES:
         device_loss, device_gradient = step(setting.device, mode)
-        name = f"a step, {mode}"
-        yield CheckedFigure(
-            f"{name}: loss from a CPU's", abs(device_loss - loss) / abs(loss), "", 1e-4
-        )
+        name = f"a step, {mode}: relative error of"
+        yield CheckedFigure(f"{name} loss", abs(device_loss - loss) / abs(loss), "", 1e-4)
         error = float((device_gradient - gradient).norm() / gradient.norm())
-        yield CheckedFigure(f"{name}: gradient from a CPU's", error, "", 1e-3)
+        yield CheckedFigure(f"{name} gradient", error, "", 1e-3)
 
 
 def _task(setting: Setting) -> Pretraining:
@@ -169,27 +167,29 @@ def _task(setting: Setting) -> Pretraining:
 
 
 def waits(setting: Setting) -> Iterator[CheckedFigure]:
-    """Count the waits in an ordinary and in a logged step, with optimiser and teacher."""
+    """Count synchronisations with the device in an ordinary step and in a logged step."""
     config, device = watched_config(setting.config, ROWS), setting.device
     torch.manual_seed(0)
     task = Pretraining(config.model, config.objectives, "", "bf16", LOG_EVERY)
     batch = random_batch(config.inputs, ROWS, 3)
-    steps = watched_steps(config, task, batch, partial(counted_waits, device))
-    for name, step, promise in (("ordinary", steps[0], 0), ("logged", steps[-1], 1)):
-        yield waits_figure(f"waits for the device in one {name} step", step, promise, device)
+    steps = watched_steps(config, task, batch, partial(count_waits, device))
+    for name, step, at_most in (("ordinary", steps[0], 0), ("logged", steps[-1], 1)):
+        yield waits_figure(f"waits for the device in one {name} step", step, at_most, device)
 
 
 def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device) -> CheckedFigure:
-    """Print the host's waits for the device and return their number, limited on a GPU alone."""
+    """Print the synchronisations and return their number; the limit is for GPUs alone."""
     print(f"{name}:", *waits, sep="\n  ")
     on_gpu = device.type == "cuda"
     return CheckedFigure(name, len(waits), "", at_most=at_most if on_gpu else None)
 
 
 @contextmanager
-def counted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list that gets a line for every wait of the host within the context."""
-    # On a GPU PyTorch warns of waits, with file and line; on a CPU each number that is read counts.
+def count_waits(device: torch.device) -> Iterator[list[str]]:
+    """Yield a list; synchronisations with the device within the context append a line each.
+
+    On a GPU PyTorch warns of them, with file and line; on a CPU each `Tensor.item` counts.
+    """
     waits: list[str] = []
     if device.type != "cuda":
         with _Reads(waits):
@@ -209,7 +209,7 @@ def counted_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 class _Reads(TorchDispatchMode):
-    """List of operations that hand a number of the device to the CPU."""
+    """Record the operations that read a number of a tensor."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -224,18 +224,18 @@ class _Reads(TorchDispatchMode):
 
 
 class EnoughSteps(Exception):
-    """End of the watched steps."""
+    """Raised after the last watched step, to end the training."""
 
 
 class WatchedData(Generic[T]):
-    """One batch (on the CPU) of `rows` samples, repeated, with a watching context for each step."""
+    """Data of one repeated batch (on the CPU) of `rows` samples, with a context for each step."""
 
     def __init__(
         self, batch: Slots, rows: int, watch: Callable[[], AbstractContextManager[T]]
     ) -> None:
         self.batch, self.rows, self.watch = batch, rows, watch
         self.fingerprint = {"source": "none"}
-        # What the contexts of the steps after the warm-up yield.
+        # Values that the contexts of the steps after the warm-up yielded.
         self.steps: list[T] = []
 
     def floor(self, samples_consumed: int) -> int:
@@ -253,7 +253,7 @@ class WatchedData(Generic[T]):
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Iterator[tuple[Slots, int]]:
-        """Yield the batch to the warm-up, then to watched steps up to a logged one."""
+        """Yield the batch for warm-up steps, then for watched steps; the last one is logged."""
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
         for number in range(2 * LOG_EVERY, 2 * LOG_EVERY + LOG_EVERY):
@@ -273,21 +273,22 @@ def watched_config(config: PretrainConfig, rows: int) -> PretrainConfig:
 def watched_steps(
     config: PretrainConfig, task: Any, batch: Slots, watch: Callable[[], AbstractContextManager[T]]
 ) -> list[T]:
-    """Train on one batch; return the yields of `watch` contexts: ordinary steps, then a logged one.
+    """Train on one batch within a context `watch()` per step; return the contexts' values.
 
-    config: of `watched_config`; task: a `Task` and module that logs every `LOG_EVERY` steps.
+    The last of these steps is logged. config: of `watched_config`; task: a `Task` and module that
+    logs every `LOG_EVERY` steps.
     """
     data = WatchedData(batch, config.training.batch, watch)
-    # The learnt weights do not matter.
-    patience = patch.object(loop, "MAX_NON_FINITE", 10**6)
-    with patience, tempfile.TemporaryDirectory() as folder, suppress(EnoughSteps):
+    # Non-finite losses do not end the training.
+    limit = patch.object(loop, "MAX_NON_FINITE", 10**6)
+    with limit, tempfile.TemporaryDirectory() as folder, suppress(EnoughSteps):
         config = config.model_copy(update={"output": folder})
         engine = DdpEngine(task, config.training)
         train(config, task, data, engine, RunFolder(Path(folder), True))
     return data.steps
 
 
-def resuming(setting: Setting) -> Iterator[CheckedFigure]:
+def resume(setting: Setting) -> Iterator[CheckedFigure]:
     """Save and resume under every engine on all devices; a dry run has ZeRO-1 on two ranks."""
     ranks, kinds = (2, ENGINES[2:3]) if setting.dry else (torch.cuda.device_count(), ENGINES)
     with tempfile.TemporaryDirectory() as scratch:
@@ -323,7 +324,7 @@ def _rank(
         os.environ["DS_ACCELERATOR"] = "cpu"
     prepare_environment()
     distributed.start(join=start_deepspeed)
-    figures = [_resumed(setting, kind, folder) for kind in kinds]
+    figures = [_resume_error(setting, kind, folder) for kind in kinds]
     if rank == 0:
         lines = (json.dumps(figure._asdict()) for figure in figures)
         (folder / "figures.jsonl").write_text("\n".join(lines), encoding="utf-8")
@@ -331,17 +332,18 @@ def _rank(
     distributed.end()
 
 
-def _resumed(setting: Setting, kind: str, folder: Path) -> CheckedFigure:
+def _resume_error(setting: Setting, kind: str, folder: Path) -> CheckedFigure:
+    """Return the largest difference of a weight after a resume and without a resume."""
     engine = _engine(setting, kind, folder)
     snapshot = folder / kind
     snapshot.mkdir(exist_ok=True)
     _train(setting, engine, 0, STEPS // 2)
     write_snapshot(engine, snapshot)
-    expected = _train(setting, engine, STEPS // 2, STEPS)
-    restored = _engine(setting, kind, folder)
-    restored.load(snapshot if restored.rank == 0 else None)
-    resumed = _train(setting, restored, STEPS // 2, STEPS)
-    error = max(float((resumed[name] - value).abs().max()) for name, value in expected.items())
+    reference = _train(setting, engine, STEPS // 2, STEPS)
+    new_engine = _engine(setting, kind, folder)
+    new_engine.load(snapshot if new_engine.rank == 0 else None)
+    weights = _train(setting, new_engine, STEPS // 2, STEPS)
+    error = max(float((weights[name] - value).abs().max()) for name, value in reference.items())
     name = f"{'DDP' if kind == 'ddp' else f'ZeRO-{kind}'}, ranks: {engine.world_size}"
     return CheckedFigure(f"{name}: weights after a resume", error, "", 1e-5)
 
@@ -360,7 +362,7 @@ def _engine(setting: Setting, kind: str, folder: Path) -> Engine:
 
 
 def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str, Tensor]:
-    """Train on random batches; returns the weights."""
+    """Train on random batches, keyed by rank and step; return the weights."""
     for step in range(first, last):
         batch = random_batch(setting.config.inputs, ROWS, 3, seed=100 * engine.rank + step)
         engine.backward(engine.forward(batch.to(engine.device), step).loss)
@@ -369,36 +371,35 @@ def _train(setting: Setting, engine: Engine, first: int, last: int) -> dict[str,
 
 
 def blocks(setting: Setting) -> Iterator[CheckedFigure]:
-    """Time steps of the middle number of pairs, compiled by `blocks` and as they are written."""
-    return chain.from_iterable(_pretraining(setting, mode, setting.middle) for mode in WAYS)
+    """Time steps of the middle batch size, not compiled and compiled by `blocks`."""
+    return chain.from_iterable(_time_steps(setting, mode, setting.middle) for mode in MODES)
 
 
 def whole_steps(setting: Setting) -> Iterator[CheckedFigure]:
-    """Time steps of the middle number of pairs, compiled by `step`."""
-    return _pretraining(setting, "step", setting.middle)
+    """Time steps of the middle batch size, compiled by `step`."""
+    return _time_steps(setting, "step", setting.middle)
 
 
 def sizes(setting: Setting) -> Iterator[CheckedFigure]:
-    """Time steps of all other numbers of pairs, as they are written: each size is compiled anew."""
+    """Time steps of the other batch sizes, not compiled, as each size would compile anew."""
     others = [rows for rows in setting.rows if rows != setting.middle]
-    return chain.from_iterable(_pretraining(setting, "none", rows) for rows in others)
+    return chain.from_iterable(_time_steps(setting, "none", rows) for rows in others)
 
 
-def _forget() -> None:
-    """Drop compiled graphs and their memory."""
-    # Forms of all sizes count towards one limit.
+def _free_memory() -> None:
+    # Compiled graphs of all sizes count towards one limit.
     torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def _pretraining(setting: Setting, mode: Compile, rows: int) -> Iterator[CheckedFigure]:
-    """Time steps of `rows` pairs; write the trace of one, and its kernels by time."""
+def _time_steps(setting: Setting, mode: Compile, rows: int) -> Iterator[CheckedFigure]:
+    """Time steps of `rows` pairs; write the trace of a step, and its kernels by time."""
     device, on_gpu = setting.device, setting.device.type == "cuda"
     rate = product_rate(setting)
     trainee = Trainee(setting.config, device)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(device)
-    # FLOPs grow with the pairs, so that a small batch is enough.
+    # FLOPs are proportional to the pairs, so that a small batch is enough.
     small = setting.rows[0]
     with FlopCounterMode(display=False) as counter:
         trainee.step(random_batch(setting.config.inputs, small, WORDS).to(device))
@@ -413,9 +414,9 @@ def _pretraining(setting: Setting, mode: Compile, rows: int) -> Iterator[Checked
     if on_gpu:
         peak = torch.cuda.max_memory_allocated(device)
     yield CheckedFigure(f"{name}: peak memory", peak / 2**30, "GiB")
-    # The counter on a CPU cannot be part of a whole graph.
+    # On a CPU `count_waits` would break a compiled graph.
     if on_gpu:
-        with counted_waits(device) as waits:
+        with count_waits(device) as waits:
             trainee.run(batch, 1)
         yield waits_figure(f"{name}: waits for the device", waits, 0, device)
     with profile(activities=harness.activities(device)) as profiler:
@@ -429,57 +430,53 @@ def _pretraining(setting: Setting, mode: Compile, rows: int) -> Iterator[Checked
         busy = _write_kernels(setting.out / f"kernels_{stem}.txt", events)
         yield CheckedFigure(f"{name}: kernels and copies, of a step", 100 * busy / seconds, "%")
     del trainee, batch
-    _forget()
+    _free_memory()
 
 
 def _write_kernels(path: Path, events: Iterable[Any]) -> float:
-    """Write a profile's kernels, copies and clears by their time; return the seconds of all."""
-    spent: dict[str, list[int]] = defaultdict(list)
+    """Write a profile's kernels, copies and clears by total time; return the seconds of all."""
+    durations: dict[str, list[int]] = defaultdict(list)
     for event in events:
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
-            spent[event.name()].append(event.duration_ns())
+            durations[event.name()].append(event.duration_ns())
     lines = [
         f"{sum(times) / 1e6:9.3f} ms {len(times):5d} {name}\n"
-        for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))
+        for name, times in sorted(durations.items(), key=lambda item: -sum(item[1]))
     ]
     write_text(path, "".join(lines))
-    return sum(map(sum, spent.values())) / 1e9
+    return sum(map(sum, durations.values())) / 1e9
 
 
 def anchors(setting: Setting) -> Iterator[CheckedFigure]:
-    """Time steps with ACE-RPE and without by turns, as written and compiled."""
-    rows, rounds, burst = setting.middle, 12, 4
+    """Time steps with and without ACE-RPE by turns, not compiled and compiled."""
+    rows, rounds, steps = setting.middle, 12, 4
     if setting.dry:
-        rounds = burst = 1
+        rounds = steps = 1
     configs = variants(setting.config)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(setting.device)
-    for mode in WAYS:
+    for mode in MODES:
         trainees = {
             name: Trainee(config, setting.device, mode, setting.backend)
             for name, config in configs.items()
         }
-        runs = {name: partial(trainee.run, batch, burst) for name, trainee in trainees.items()}
-        seconds_by_name = {
-            name: np.array(seconds)
-            for name, seconds in harness.interleave(runs, rounds, warm_up=1).items()
-        }
-        name = f"ACE-RPE, {rows} pairs, {'as written' if mode == 'none' else mode}"
-        pair = seconds_by_name[WITH], seconds_by_name[WITHOUT]
-        added, (low, high) = added_share(*pair)
+        runs = {name: partial(trainee.run, batch, steps) for name, trainee in trainees.items()}
+        seconds = harness.interleave(runs, rounds, warm_up=1)
+        name = f"ACE-RPE, {rows} pairs, {mode}: added time of a step"
+        added, (low, high) = added_share(np.array(seconds[WITH]), np.array(seconds[WITHOUT]))
         print(f"{name}: {added:+.2%} [{low:+.2%}, {high:+.2%}]")
-        yield CheckedFigure(f"{name}: added time of a step", 100 * added, "%")
-        yield CheckedFigure(f"{name}: the same, least of 95 %", 100 * low, "%")
-        yield CheckedFigure(f"{name}: the same, most of 95 %", 100 * high, "%")
+        yield CheckedFigure(name, 100 * added, "%")
+        yield CheckedFigure(f"{name}, lower bound of 95 %", 100 * low, "%")
+        yield CheckedFigure(f"{name}, upper bound of 95 %", 100 * high, "%")
         del trainees, runs
-        _forget()
+        _free_memory()
 
 
-# Functions and time limits in seconds of the parts, by name.
+# Function and time limit in seconds of each part.
 PARTS: dict[str, tuple[Part, float]] = {
     "A device": (rates, 60),
     "B losses": (losses, 300),
     "B waits": (waits, 300),
-    "B engines": (resuming, 300),
+    "B engines": (resume, 300),
     "C sizes": (sizes, 120),
     "C blocks": (blocks, 600),
     "C ACE-RPE": (anchors, 900),
@@ -501,7 +498,7 @@ _TINY = (
 def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int:
     """Run the parts with prefix `only`; return 0, 1 after a failure, or 2 without a GPU."""
     if not dry and not torch.cuda.is_available():
-        print("error: PyTorch sees no GPU; --dry goes through all parts here", file=sys.stderr)
+        print("error: PyTorch finds no GPU; add --dry to run all parts on the CPU", file=sys.stderr)
         return 2
     selected = [name for name in PARTS if name.startswith(only)]
     if not selected:
@@ -523,13 +520,11 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     figures = [
         (name, figure) for name, part_figures in figures_by_part.items() for figure in part_figures
     ]
-    head, rows_ = (
-        ["part", "figure", "most", "measured", "holds"],
-        [[name, *figure.cells()] for name, figure in figures],
-    )
-    title = "dry run: figures of speed mean nothing" if dry else harness.device_name(device)
+    head = ["part", "figure", "limit", "value", "holds"]
+    cells = [[name, *figure.cells()] for name, figure in figures]
+    title = "dry run: figures of speed are meaningless" if dry else harness.device_name(device)
     lines = [f"# {title}, {time.strftime('%Y-%m-%d')}", "", ", ".join(versions()), ""]
-    lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows_)]
+    lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells)]
     lines += [f"\n{name}: {failure}" for name, failure in failures.items()]
     write_text(out / "check.md", "\n".join(lines) + "\n")
     write_text(
@@ -539,17 +534,17 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
             for name, figure in figures
         ),
     )
-    print(f"\n{harness.table(head, rows_)}\n\nwritten to {out}")
-    failing = [figure for _, figure in figures if not figure.holds]
-    for figure in failing:
+    print(f"\n{harness.table(head, cells)}\n\nwritten to {out}")
+    wrong = [figure for _, figure in figures if not figure.holds]
+    for figure in wrong:
         print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
-    return 1 if failing or failures else 0
+    return 1 if wrong or failures else 0
 
 
 def _in_process(
     name: str, part: Part, limit: float, setting: Setting
 ) -> tuple[list[CheckedFigure], str | None]:
-    """Run a part; return its figures, also those before a failure, and the failure."""
+    """Run a part in a process; return its figures up to a failure, and the failure."""
     stem = setting.out / name.replace(" ", "_")
     figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
     figures.write_text("", encoding="utf-8")
@@ -569,7 +564,7 @@ def _in_process(
 
 
 def _run(part: Part, setting: Setting, figures: Path, log: Path) -> None:
-    """Run a part in this process, its output to a log."""
+    """Run a part in this process, with its output in a log."""
     with (
         log.open("w", encoding="utf-8") as output,
         figures.open("a", encoding="utf-8") as figure_file,
@@ -596,11 +591,11 @@ def gpu(
     """Check correctness and speed of pretraining on this machine's GPUs.
 
     --out gets check.md, figures.jsonl, profiler traces and a log of each part. --dry goes through
-    all parts on the CPU at tiny sizes. --only runs the parts with that prefix: A (rates of the
-    device), B (losses, waits for the device, resuming under DDP and ZeRO on all GPUs), C (steps as
-    written and compiled, cost of ACE-RPE). Compiled graphs stay on disk: what ran out of time goes
-    on in a second check. The exit code is 1 where a part fails or a result is wrong, and 2 without
-    a GPU.
+    all parts on the CPU at tiny sizes. --only runs the parts with a prefix: A (rates of the
+    device), B (losses, waits for the device, resuming under DDP and ZeRO on all GPUs), C (speed of
+    steps, compiled or not, cost of ACE-RPE). Compiled graphs stay on disk: a part that ran out of
+    time resumes in a second check. The exit code is 1 if a part fails or a result is wrong, and 2
+    without a GPU.
     """
     if code := run_check(config, out, dry, only):
         raise typer.Exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from typer import Argument, Option
 
+from evaluation.results import align
 from vlp.config import load_config
 from vlp.training.config import PretrainConfig
 
@@ -40,13 +42,13 @@ def select_device(name: str | None) -> torch.device:
 def load_pretraining(
     path: Path, overrides: Sequence[str] | None, *more: str, public: bool = True
 ) -> PretrainConfig:
-    """Read a configuration with additional overrides; without public weights if not `public`."""
+    """Read a pretraining with more overrides; public=False: without public weights."""
     weights = () if public else ("model.text.weights=null", "model.image.weights=null")
     return load_config(path, PretrainConfig, [*(overrides or ()), *more, *weights])
 
 
 def device_name(device: torch.device) -> str:
-    """Name the device and the CPU threads PyTorch may use: `cpu, 2 threads`."""
+    """Return the name of the device and PyTorch's CPU threads: `cpu, 2 threads`."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{kind}, {torch.get_num_threads()} threads"
 
@@ -58,16 +60,8 @@ def print_figures(figures: Iterable[Figure], device: torch.device) -> None:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out a table as text, its first column to the left and all others to the right."""
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in lines
-    )
+    """Format a table as text, the first column left-aligned, the others right-aligned."""
+    return "\n".join(align([head, *rows]))
 
 
 def synchronize(device: torch.device) -> None:
@@ -88,8 +82,8 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def interleave(
     works: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0
 ) -> dict[str, list[T]]:
-    """Call each of `works` once a round and return the results by work, without the warm-up."""
-    # The order alternates, so that a slow moment of the machine is shared.
+    """Call all `works` once per round; return the results by name, without warm-up rounds."""
+    # The order alternates, so that a slow moment of the machine affects all works.
     results: dict[str, list[T]] = {name: [] for name in works}
     for number in range(warm_up + rounds):
         for name in list(works)[:: 1 if number % 2 else -1]:
@@ -98,7 +92,7 @@ def interleave(
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """List the device's activities that the profiler records."""
+    """Return the profiler's activities on a device."""
     return [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
 
 
@@ -113,11 +107,7 @@ def peak_memory(work: Callable[[], object], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
-    # The profiler has no peak: the sum of all changes so far is followed over time.
+    # The profiler reports allocations (and releases, negative): the peak is the largest sum so far.
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    live = peak = 0
-    for _, size in changes:
-        live += size
-        peak = max(peak, live)
-    return peak
+    return max(accumulate((size for _, size in changes), initial=0))

@@ -1,7 +1,7 @@
 """Re-ranking compared with a plain loop over queries, as in ALBEF's evaluation.
 
-A whole set takes hours on a CPU. So a few queries of either direction are timed in the loop, and a
-few images with all the set's pairs for them in ours, by turns; the rest is extrapolated.
+A whole data set takes hours on a CPU: the loop is timed on a few queries of either direction, ours
+on all pairs of a few images, by turns, and both are extrapolated.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.vlp import VLPModel
 
-# Noise of a caption's feature against its image's; the nearest of both directions then overlap.
+# Noise of a caption's feature relative to its image's: the candidates of both directions overlap.
 _NOISE = 1.5
 LAYOUTS = ("text", "albef", "ace")
 LOOP, OURS = "plain loop", "ours"
 _BUCKET = "a bucket of texts"
-# A query, its scores by a loop, and by ours.
-_Compared = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
+# Direction and index of a query, and scores of its candidates by the loop and by ours.
+_QueryScores = tuple[Direction, int, NDArray[np.float32], NDArray[np.float32]]
 
 
 def random_model(config: ModelConfig) -> VLPModel:
-    """Return a model with random weights and scores that depend on all parts, ACE-RPE included."""
+    """Return a model with random weights, whose scores depend on ACE-RPE, too."""
     data = config.model_dump()
     data["text"]["weights"] = data["image"]["weights"] = None
     torch.manual_seed(0)
@@ -63,8 +63,8 @@ def random_model(config: ModelConfig) -> VLPModel:
     return model
 
 
-class StandIns:
-    """Blocks of random features in place of an encoder's, as the cost depends on sizes alone.
+class RandomBlocks:
+    """`EncodedBlocks` of random features, as the cost depends on sizes alone.
 
     batch: rows of a block; memory: bytes of cached blocks, for images and for captions each.
     """
@@ -88,18 +88,18 @@ class StandIns:
         self.patches = config.image.grid[0] * config.image.grid[1]
         self.images: BlockCache[int] = BlockCache(self._encode_images, memory)
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
-        draw = np.random.default_rng(0)
-        longest = config.text.max_tokens
-        lengths = SHORTEST + np.floor(draw.gamma(SHAPE, SCALE, texts)).astype(np.int64)
-        self.lengths = np.sort(lengths.clip(max=longest))
+        rng = np.random.default_rng(0)
+        max_tokens = config.text.max_tokens
+        lengths = SHORTEST + np.floor(rng.gamma(SHAPE, SCALE, texts)).astype(np.int64)
+        self.lengths = np.sort(lengths.clip(max=max_tokens))
         last = np.arange(0, texts, batch) + batch - 1
         self.text_widths = self.lengths[last.clip(max=texts - 1)]
         if self.itm_scorer.reads_padding:
-            self.text_widths = np.full_like(self.text_widths, longest)
-        self.collection = self._collection(draw, images, texts)
+            self.text_widths = np.full_like(self.text_widths, max_tokens)
+        self.collection = self._collection(rng, images, texts)
 
     def text(self, index: int, tokens: int) -> TextFeatures:
-        """Return one caption's features, a single row, padded to `tokens`."""
+        """Return the features of a caption, as a batch of one, padded to `tokens`."""
         block, row = self.collection.text_location[index]
         fields = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
         states, feature, *others = fields
@@ -107,27 +107,28 @@ class StandIns:
         return TextFeatures(states, feature, *others)
 
     def length(self, index: int) -> int:
-        """Return the tokens of a caption."""
+        """Return the number of tokens of a caption."""
         block, row = self.collection.text_location[index]
         return int(self.lengths[block * self.batch + row])
 
     def image(self, index: int) -> ImageFeatures:
-        """Return one image's features, a single row."""
+        """Return the features of an image, as a batch of one."""
         block, row = self.collection.image_location[index]
         return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
 
-    def _collection(self, draw: np.random.Generator, images: int, texts: int) -> Collection:
-        image = torch.from_numpy(draw.standard_normal((images, self.embed_dim), np.float32))
+    def _collection(self, rng: np.random.Generator, images: int, texts: int) -> Collection:
+        image = torch.from_numpy(rng.standard_normal((images, self.embed_dim), np.float32))
         owner = np.sort(np.arange(texts) % images)
-        noise = torch.from_numpy(draw.standard_normal((texts, self.embed_dim), np.float32))
-        rank = draw.permutation(texts)
-        number = np.arange(images)
+        noise = torch.from_numpy(rng.standard_normal((texts, self.embed_dim), np.float32))
+        # Position of each caption among the captions sorted by length.
+        rank = rng.permutation(texts)
+        index = np.arange(images)
         return Collection(
             image=functional.normalize(image, dim=-1).to(self.device),
             text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),
             captions=[str(text) for text in range(texts)],
             image_of_text=owner,
-            image_location=np.stack([number // self.batch, number % self.batch], axis=1),
+            image_location=np.stack([index // self.batch, index % self.batch], axis=1),
             text_location=np.stack([rank // self.batch, rank % self.batch], axis=1),
             skipped={},
             samples=[],
@@ -138,7 +139,7 @@ class StandIns:
         rows = self._rows(block, len(self.collection.image))
         states = self._random(generator, rows, 1 + self.patches, self.width)
         tokens = self._random(generator, rows, self.patches, self.embed_dim)
-        # Never read: the collection has them.
+        # Not read: search reads the features of the collection.
         feature = states[:, 0, :1]
         return Block(ImageFeatures(states, feature, functional.normalize(tokens, dim=-1)))
 
@@ -168,12 +169,12 @@ class StandIns:
 
 
 def _pad(field: Tensor, length: int, tokens: int) -> Tensor:
-    short = (0, tokens - length)
-    return functional.pad(field[:, :length], (0, 0, *short) if field.ndim == 3 else short)
+    padding = (0, tokens - length)
+    return functional.pad(field[:, :length], (0, 0, *padding) if field.ndim == 3 else padding)
 
 
 class Sizes(NamedTuple):
-    """The set, and how much of it is measured: in a round one query of either direction."""
+    """Images, texts and candidates per query; a round measures a query of either direction."""
 
     images: int = 1000
     texts: int = 5000
@@ -183,18 +184,19 @@ class Sizes(NamedTuple):
 
 
 class RerankTimes(NamedTuple):
-    """Seconds of the whole set by way, extrapolated, and the agreement of both ways."""
+    """Times of `LOOP` and `OURS`, extrapolated to the whole data set, and their agreement."""
 
+    # Of the whole data set.
     seconds: dict[str, float]
     # Milliseconds of a pair.
     pair: dict[str, float]
     # Scored pairs.
     pairs: dict[str, int]
-    # Largest difference of two scores, in deviations of a query's scores.
+    # Largest difference of two scores, in standard deviations of a query's scores.
     difference: float
-    # Largest step by which one way's order contradicts the other's, in the same unit.
+    # Largest `inversion` of a query's scores, in the same unit.
     inversion: float
-    # Share of compared queries with the same rank of the right candidate.
+    # Share of compared queries with the same rank of the best positive.
     same_ranks: float
 
     def speedup(self) -> float:
@@ -203,66 +205,68 @@ class RerankTimes(NamedTuple):
 
 
 class _Timer:
-    """Mean seconds of calls by name."""
+    """Mean seconds per unit of work, by name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._spent: dict[str, tuple[float, int]] = {}
+        self._totals: dict[str, tuple[float, int]] = {}
 
-    def __call__(self, name: str, times: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    def __call__(self, name: str, units: int, work: Callable[..., Any], *arguments: Any) -> Any:
         start = time.perf_counter()
         result = work(*arguments)
         harness.synchronize(self.device)
-        seconds, before = self._spent.get(name, (0.0, 0))
-        self._spent[name] = seconds + time.perf_counter() - start, before + times
+        seconds, total_units = self._totals.get(name, (0.0, 0))
+        self._totals[name] = seconds + time.perf_counter() - start, total_units + units
         return result
 
     def mean(self, name: str) -> float:
-        """Return the mean seconds of a call."""
-        seconds, times = self._spent[name]
-        return seconds / times
+        """Return the mean seconds of a unit."""
+        seconds, units = self._totals[name]
+        return seconds / units
 
 
 class CandidateSet:
-    """A set of pairs, with both ways to score them."""
+    """Candidate pairs of both directions, scored by the loop and by ours."""
 
-    def __init__(self, stand_ins: StandIns, sizes: Sizes, loop_precision: Precision | None) -> None:
-        self.stand_ins, self.sizes = stand_ins, sizes
-        self.loop_precision = loop_precision or stand_ins.precision
-        self.model = stand_ins.itm_scorer.model
-        collection = stand_ins.collection
-        self.answers: dict[Direction, NDArray[np.int64]] = dict(
+    def __init__(
+        self, encoded: RandomBlocks, sizes: Sizes, loop_precision: Precision | None
+    ) -> None:
+        self.encoded, self.sizes = encoded, sizes
+        self.loop_precision = loop_precision or encoded.precision
+        self.model = encoded.itm_scorer.model
+        collection = encoded.collection
+        self.positives: dict[Direction, NDArray[np.int64]] = dict(
             zip(DIRECTIONS, collection.positives())
         )
-        sides: dict[Direction, tuple[Tensor, Tensor]] = {
+        features: dict[Direction, tuple[Tensor, Tensor]] = {
             "text_to_image": (collection.text, collection.image),
             "image_to_text": (collection.image, collection.text),
         }
         self.candidates = {
-            direction: search(*sides[direction], self.answers[direction], sizes.nearest)
+            direction: search(*features[direction], self.positives[direction], sizes.nearest)
             for direction in DIRECTIONS
         }
         self.pairs = nearest_pairs(
             self.candidates["text_to_image"], self.candidates["image_to_text"]
         )
-        self.scorer = PairScorer(stand_ins, collection)
+        self.scorer = PairScorer(encoded, collection)
 
     def query(self, direction: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
-        """Return the features of a query, one row, and of its candidates."""
+        """Return image and text features of a query (a batch of one) and its candidates."""
         candidates = self.candidates[direction].nearest[query].tolist()
         images, texts = (
             (candidates, [query]) if direction == "text_to_image" else ([query], candidates)
         )
-        longest = self.model.config.text.max_tokens
+        max_tokens = self.model.config.text.max_tokens
         return (
-            ImageFeatures(*_stack([self.stand_ins.image(index) for index in images])),
-            TextFeatures(*_stack([self.stand_ins.text(index, longest) for index in texts])),
+            ImageFeatures(*_stack([self.encoded.image(index) for index in images])),
+            TextFeatures(*_stack([self.encoded.text(index, max_tokens) for index in texts])),
         )
 
     @torch.no_grad()
     def loop(self, images: ImageFeatures, texts: TextFeatures) -> NDArray[np.float32]:
-        """Run one turn of the plain loop: the query is repeated, then all pairs in one call."""
-        device = self.stand_ins.device
+        """Score one query by the plain loop: repeat it, and score all pairs in one call."""
+        device = self.encoded.device
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
@@ -272,7 +276,7 @@ class CandidateSet:
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
         """Score pairs as `evaluation retrieval` does."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
-        batch = match_batch_for(self.stand_ins.device, self.sizes.match_batch)
+        batch = match_batch_for(self.encoded.device, self.sizes.match_batch)
         return match_pairs(pairs, self.scorer, groups, order, batch, processes=ProcessGroup())
 
     def buckets_of(self, image: int) -> list[CandidatePairs]:
@@ -286,11 +290,11 @@ class CandidateSet:
         ]
 
     def rank(self, direction: Direction, query: int, scores: NDArray[np.float32]) -> int:
-        """Rank of a query's right candidate by new scores of its nearest."""
+        """Return the rank of a query's best positive by new `scores` of its candidates."""
         rows = slice(query, query + 1)
         candidates = self.candidates[direction]
-        nearest = Search(candidates.ranks[rows], candidates.nearest[rows], candidates.scores[rows])
-        return int(reranked_ranks(nearest, scores[None], self.answers[direction][rows])[0])
+        dual = Search(candidates.ranks[rows], candidates.nearest[rows], candidates.scores[rows])
+        return int(reranked_ranks(dual, scores[None], self.positives[direction][rows])[0])
 
 
 def measure(
@@ -300,39 +304,43 @@ def measure(
     precision: Precision,
     loop_precision: Precision | None = None,
 ) -> RerankTimes:
-    """Time both ways on some queries and images, and compare their scores.
+    """Time the loop and ours on some queries and images, and compare their scores.
 
-    precision: of ours; loop_precision: of the loop; None: the same.
+    precision: of ours; loop_precision: of the loop; None: the same as ours.
     """
     model = random_model(config).to(device)
     options: dict[str, Any] = {"memory": 2 * GIBIBYTE, "device": device, "precision": precision}
     candidate_set = CandidateSet(
-        StandIns(model, sizes.images, sizes.texts, **options), sizes, loop_precision
+        RandomBlocks(model, sizes.images, sizes.texts, **options), sizes, loop_precision
     )
-    timer, draw = _Timer(device), np.random.default_rng(1)
-    *images, idle = draw.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
-    texts = draw.choice(sizes.texts, sizes.rounds, replace=False).tolist()
+    timer, rng = _Timer(device), np.random.default_rng(1)
+    *images, spare = rng.choice(sizes.images, sizes.rounds + 1, replace=False).tolist()
+    texts = rng.choice(sizes.texts, sizes.rounds, replace=False).tolist()
     # The first calls of a process are slow, on a GPU the first of each shape.
-    for pairs in candidate_set.buckets_of(idle):
+    for pairs in candidate_set.buckets_of(spare):
         candidate_set.ours(CandidatePairs(pairs.image[:8], pairs.text[:8]))
     if device.type == "cuda":
-        _take_turns(candidate_set, _Timer(device), images, texts, idle)
+        _take_turns(candidate_set, _Timer(device), images, texts, spare)
     return _extrapolate(
-        candidate_set, timer, _take_turns(candidate_set, timer, images, texts, idle)
+        candidate_set, timer, _take_turns(candidate_set, timer, images, texts, spare)
     )
 
 
 def _take_turns(
-    candidate_set: CandidateSet, timer: _Timer, images: list[int], texts: list[int], idle: int
-) -> list[_Compared]:
-    """Time every way, a round for each image and text; return scores of a query both ways."""
-    compared: list[_Compared] = []
+    candidate_set: CandidateSet, timer: _Timer, images: list[int], texts: list[int], spare: int
+) -> list[_QueryScores]:
+    """Time the loop and ours by turns, a round for each image and text; return all scores.
+
+    spare: an image that is not measured, to prepare buckets of texts.
+    """
+    query_scores: list[_QueryScores] = []
     for number, (image, text) in enumerate(zip(images, texts)):
         queries: dict[Direction, int] = {"text_to_image": text, "image_to_text": image}
         turns: list[Callable[[], dict[Any, Any]]] = [
             partial(_run_loop, candidate_set, timer, queries),
-            partial(_run_ours, candidate_set, timer, image, idle),
+            partial(_run_ours, candidate_set, timer, image, spare),
         ]
+        # By direction from the loop, by text of the image from ours.
         scores: dict[Any, Any] = {}
         for turn in turns[:: 1 if number % 2 else -1]:
             scores |= turn()
@@ -344,8 +352,8 @@ def _take_turns(
                 )
             else:
                 ours = np.array([scores[candidate] for candidate in candidates.tolist()])
-            compared.append((direction, query, scores[direction], ours))
-    return compared
+            query_scores.append((direction, query, scores[direction], ours))
+    return query_scores
 
 
 def _run_loop(
@@ -360,28 +368,28 @@ def _run_loop(
 
 
 def _run_ours(
-    candidate_set: CandidateSet, timer: _Timer, image: int, idle: int
+    candidate_set: CandidateSet, timer: _Timer, image: int, spare: int
 ) -> dict[int, float]:
-    """Score an image by text."""
+    """Return the scores of all pairs of an image, by text."""
     scores: dict[int, float] = {}
-    # Buckets serve many images, and their preparation is timed separately.
+    # A bucket of texts is prepared once for many images, so it is timed separately.
     for pairs in candidate_set.buckets_of(image):
-        timer(_BUCKET, 1, candidate_set.ours, CandidatePairs(np.array([idle]), pairs.text[:1]))
+        timer(_BUCKET, 1, candidate_set.ours, CandidatePairs(np.array([spare]), pairs.text[:1]))
         pair_scores = timer(OURS, len(pairs.text), candidate_set.ours, pairs)
         scores |= dict(zip(pairs.text.tolist(), pair_scores.tolist()))
     return scores
 
 
 def _extrapolate(
-    candidate_set: CandidateSet, timer: _Timer, compared: list[_Compared]
+    candidate_set: CandidateSet, timer: _Timer, query_scores: list[_QueryScores]
 ) -> RerankTimes:
     sizes = candidate_set.sizes
     queries: dict[Direction, int] = {"text_to_image": sizes.texts, "image_to_text": sizes.images}
     seconds = {LOOP: sum(queries[direction] * timer.mean(direction) for direction in DIRECTIONS)}
-    shelves = len(np.unique(candidate_set.scorer.groups(candidate_set.pairs) // sizes.images))
-    # A pair that is near in both directions is one pair of ours and two of the loop's.
+    buckets = len(np.unique(candidate_set.scorer.groups(candidate_set.pairs) // sizes.images))
+    # A pair in the top of both directions is scored once by ours and twice by the loop.
     our_pairs = len(candidate_set.pairs.text)
-    seconds[OURS] = our_pairs * timer.mean(OURS) + shelves * timer.mean(_BUCKET)
+    seconds[OURS] = our_pairs * timer.mean(OURS) + buckets * timer.mean(_BUCKET)
     loop_pairs = min(sizes.nearest, sizes.images) * sizes.texts
     loop_pairs += min(sizes.nearest, sizes.texts) * sizes.images
     pairs = {LOOP: loop_pairs, OURS: our_pairs}
@@ -389,14 +397,13 @@ def _extrapolate(
         seconds=seconds,
         pair={way: 1e3 * seconds[way] / pairs[way] for way in pairs},
         pairs=pairs,
-        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in compared),
-        inversion=max(inversion(a, b) for *_, a, b in compared),
+        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in query_scores),
+        inversion=max(inversion(a, b) for *_, a, b in query_scores),
         same_ranks=float(
             np.mean(
                 [
-                    candidate_set.rank(direction, query, a)
-                    == candidate_set.rank(direction, query, b)
-                    for direction, query, a, b in compared
+                    candidate_set.rank(*query, a) == candidate_set.rank(*query, b)
+                    for *query, a, b in query_scores
                 ]
             )
         ),
@@ -404,9 +411,12 @@ def _extrapolate(
 
 
 def inversion(scores: NDArray[np.float32], others: NDArray[np.float32]) -> float:
-    """Return the largest rise of `scores` in the falling order of `others`, in deviations, or 0."""
-    ordered = scores[np.argsort(-others, kind="stable")]
-    return float((ordered - np.minimum.accumulate(ordered)).max() / scores.std())
+    """Return the largest rise of `scores` in the descending order of `others`; 0: same order.
+
+    In standard deviations of `scores`.
+    """
+    sequence = scores[np.argsort(-others, kind="stable")]
+    return float((sequence - np.minimum.accumulate(sequence)).max() / scores.std())
 
 
 def _stack(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -414,7 +424,7 @@ def _stack(features: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 
 def table(layout: str, times: RerankTimes) -> str:
-    """Lay out a line for each way, and how far both agree."""
+    """Format a row for the loop and for ours, and their agreement."""
     rows = []
     for way, pairs in times.pairs.items():
         minutes = f"{times.seconds[way] / 60:.1f}"
@@ -447,13 +457,11 @@ def rerank(
     padded to `max_tokens`. Ours is what `vlp evaluate retrieval` runs. ALBEF's evaluation knows
     float32 alone: --loop-precision float32 beside --precision bf16.
     """
-    sizes, torch_device = (
-        Sizes(images, texts, nearest, rounds, match_batch),
-        harness.select_device(device),
-    )
+    sizes = Sizes(images, texts, nearest, rounds, match_batch)
+    torch_device = harness.select_device(device)
     for layout in layouts.split(","):
-        changed = f"model.cross.layout={layout}"
-        model = harness.load_pretraining(config, overrides, changed).model
+        change = f"model.cross.layout={layout}"
+        model = harness.load_pretraining(config, overrides, change).model
         times = measure(model, sizes, torch_device, precision, loop_precision)
         print(table(layout, times), end="\n\n", flush=True)
         name = f"rerank/{layout}"

@@ -1,7 +1,7 @@
-"""A billion samples on a thousand ranks, simulated: order, resume, and collective calls of a step.
+"""Simulation of a billion samples on 1,024 ranks: sampling order, resume, collective calls.
 
-A fresh process takes the place of one rank of 1,024: it opens the index, starts a worker and waits
-for the first batch, from the start of the run and, as after a resume, from a random point.
+A new process acts as one of the ranks: it opens the index, starts a worker and waits for the first
+batch, from the start of the run and, as after a resume, from a random step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Scale(NamedTuple):
         return self.shards * self.shard_samples
 
     def sampler(self) -> TrainingSampler:
-        """Return the training order of the corpus."""
+        """Return the sampler of the corpus."""
         sizes = np.full(self.shards, self.shard_samples)
         return TrainingSampler([Source(sizes)], self.streams, self.window, SEED)
 
@@ -83,28 +83,31 @@ class Scale(NamedTuple):
 class Start(NamedTuple):
     """Seconds and bytes of one rank with one worker."""
 
-    # Until the index is open.
-    opened: float
-    # To the first batch, from the start and from a random place.
+    # Seconds until the index is open.
+    index: float
+    # Seconds to the first batch, from the start and after a resume.
     first: float
-    resumed: float
-    # Bytes of index and order in the main process.
-    added: int
+    resume: float
+    # Bytes of index and sampler in the main process.
+    memory: int
 
 
 class Mixing(NamedTuple):
-    """Statistics of the order, with expectations under a uniform shuffle."""
+    """Statistics of the sampling order: (value, expectation under a uniform shuffle)."""
 
-    # Mean distance between a sample's places in corpus and epoch, as a share of the epoch.
+    # Mean distance between a sample's positions in corpus and epoch, as a share of the epoch.
     displacement: tuple[float, float]
-    # Share of a global batch's pairs that are from one shard.
+    # Share of the pairs of samples in a global batch that are from one shard.
     pairs: tuple[float, float]
-    # Shards in a global batch.
+    # Number of shards in a global batch.
     distinct: tuple[float, float]
 
 
 def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
-    """Write one shard, all links to it, the index, and the rows that `rank` is going to read."""
+    """Write one shard, links to it as all shards, the index, and the index rows that `rank` reads.
+
+    All other rows of the index are a hole in a sparse file.
+    """
     stream = io.BytesIO()
     noise = np.random.default_rng(SEED).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(stream, "jpeg")
@@ -117,11 +120,9 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     corpus = folder / CORPUS
     corpus.mkdir()
     names = [f"{number:06d}.tar" for number in range(scale.shards)]
-    # All shards link to one real tar.
     for name in names:
         (corpus / name).symlink_to(folder / ONE / entry.name)
     write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
-    # A sparse file: unwritten parts take no space.
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
     sampler = scale.sampler()
     for consumed in (0, scale.random_start()):
@@ -132,15 +133,15 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
 
 
 def start_rank(folder: Path, scale: Scale, rank: int) -> Start:
-    """Run one rank with one worker until its first batch, in a separate process."""
-    # A spawned process spawns in its turn; a rank forks its workers.
+    """Run one rank with one worker until its first batch; call it in a separate process."""
+    # As a rank, which forks its workers; a spawned process would spawn them.
     multiprocessing.set_start_method("fork", force=True)
     text = TextProcessor(train_wordpiece(["noise number 0123456789"], 60), 8)
     inputs = Inputs(32, (4, 4), 8, text.vocab_size, word_masking=0.15)
     source = str(folder / CORPUS)
-    before, started = _resident(), time.perf_counter()
+    before, start = _resident_bytes(), time.perf_counter()
     ShardIndex.open(source)
-    opened = time.perf_counter() - started
+    index_seconds = time.perf_counter() - start
     config = DataConfig(
         sources=(SourceConfig(path=source),),
         canonical_streams=scale.streams,
@@ -149,22 +150,20 @@ def start_rank(folder: Path, scale: Scale, rank: int) -> Start:
     )
     data = PretrainData(config, inputs, scale.batch, SEED, text)
     data.sampler.samples_of_rank(0, rank, scale.ranks)
-    seconds, added = [], 0
+    seconds, memory = [], 0
     for consumed in (0, scale.random_start()):
-        started = time.perf_counter()
+        start = time.perf_counter()
         batches = data.batches(consumed, rank, scale.ranks)
         batch, _ = next(batches)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
         if not batch.valid.all():
-            raise AssertionError(f"a good corpus gives bad samples: {batch.skipped[0]}")
-        added = max(added, _resident() - before)
+            raise AssertionError(f"a sample of the corpus is bad: {batch.skipped[0]}")
+        memory = max(memory, _resident_bytes() - before)
         batches.close()
-    first, resumed = seconds
-    return Start(opened, first, resumed, added)
+    return Start(index_seconds, *seconds, memory)
 
 
-def _resident() -> int:
-    """Return the bytes of this process that are in memory."""
+def _resident_bytes() -> int:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss"))
 
@@ -179,13 +178,13 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
     for _ in range(lookups):
         batch, rank = int(rng.integers(batches - 1)), int(rng.integers(scale.ranks))
         slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
-        for number, element in enumerate(slots):
-            assert element is not None  # no batch but the last has empty slots
+        for number, slot in enumerate(slots):
+            assert slot is not None  # no batch but the last has empty slots
             epoch_position = batch * scale.batch + rank * per_rank + number
-            corpus_position = element.shard * scale.shard_samples + element.position
+            corpus_position = slot.shard * scale.shard_samples + slot.position
             distances.append(abs(epoch_position - corpus_position) / scale.samples)
-    whole = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
-    counts = Counter(element.shard for element in whole if element is not None)
+    global_batch = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
+    counts = Counter(slot.shard for slot in global_batch if slot is not None)
     pairs = sum(count * (count - 1) for count in counts.values())
     size, samples, shards = scale.batch, scale.samples, scale.shards
     return Mixing(
@@ -196,20 +195,20 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
 
 
 def shards_of_node(scale: Scale) -> int:
-    """Return how many shards a node reads in an epoch: the mean of a few nodes."""
+    """Return the number of shards that a node reads in an epoch, the mean of eight nodes."""
     sampler, nodes = scale.sampler(), scale.ranks // scale.ranks_per_node
 
-    def opened(node: int) -> int:
+    def count_shards(node: int) -> int:
         windows = range(sampler.windows_in_epoch(0))
         window_shards = (sampler.shards_of_window(0, window, node, nodes) for window in windows)
         return len({shard for shards in window_shards for shard in shards})
 
-    sampled = np.random.default_rng(SEED).permutation(nodes)[:8]
-    return round(np.mean([opened(int(node)) for node in sampled]))
+    some_nodes = np.random.default_rng(SEED).permutation(nodes)[:8]
+    return round(np.mean([count_shards(int(node)) for node in some_nodes]))
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Counter of the collective calls of tensors inside it, by name."""
+    """Context that counts collective calls and their bytes, by kind."""
 
     KINDS: ClassVar = {
         "allreduce_": "all_reduce",
@@ -234,14 +233,14 @@ class CollectiveTrace(TorchDispatchMode):
         if kind and func.namespace in ("c10d", "_c10d_functional"):
             tensors = [x for x in tree_leaves((args, out)) if isinstance(x, Tensor)]
             self.calls[kind] += 1
-            # Of whole tensors: of an all-gather the result, of a reduce-scatter the input.
+            # The whole tensor: the result of an all-gather, the input of a reduce-scatter.
             self.bytes[kind] += max(x.nbytes for x in tensors)
         return out
 
 
 @contextmanager
-def pretended_ranks(ranks: int) -> Iterator[None]:
-    """Join a simulated process group as its rank 0."""
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """Join a fake process group of PyTorch as rank 0."""
     import torch.distributed._tools.fake_collectives  # noqa: F401 (of fake tensors)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -253,9 +252,8 @@ def pretended_ranks(ranks: int) -> Iterator[None]:
 
 
 def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> CollectiveTrace:
-    """Trace a task's collective calls in a forward and backward pass, without its engine's."""
-    # Without the histogram of a running anchor threshold, one all-reduce: fake tensors have no
-    # numbers for it.
+    """Trace the collective calls of a forward and backward pass, without those of the engine."""
+    # A fixed threshold: a running one needs values, and fake tensors have none (one all-reduce).
     cross = config.model.cross
     anchor = {**cross.options.get("anchor", {}), "threshold": 0.05}
     cross = cross.model_copy(update={"options": {**cross.options, "anchor": anchor}})
@@ -264,11 +262,11 @@ def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> Col
     checkpoint_activations(task, config.training.activation_checkpointing)
     batch = random_batch(config.inputs, config.training.batch // ranks, words)
     fake, trace = FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace()
-    with pretended_ranks(ranks), fake, gpu_form():
+    with fake_process_group(ranks), fake, gpu_form():
         for network in task.networks():
             network.to_empty(device="cpu")
         if task.teacher:
-            # The average is no part of a step.
+            # The average is not part of a step.
             task.teacher.average.to("cpu")
         fields: dict[str, Any] = {
             name: fake.from_tensor(value) if isinstance(value, Tensor) else value
@@ -289,25 +287,25 @@ def scale(
     window: int = 4096,
     folder: Path | None = None,
 ) -> None:
-    """Play one rank of 1,024 over 10⁹ samples: index, first batch, resume, mixing, reading.
+    """Simulate one rank of 1,024 over 10⁹ samples: index, first batch, resume, mixing, shards.
 
-    The corpus is made in --folder, or in temporary files.
+    The corpus is generated in --folder, or in temporary files.
     """
     size = Scale(shards, shard_samples, ranks, ranks_per_node, streams, batch, window)
-    mixed = mixing(size)
+    statistics = mixing(size)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         make_corpus(Path(scratch), size, ranks // 2)
-        # A separate process has the memory of one rank alone.
-        alone = Executor(1, fresh=True)
-        [start] = alone.map(partial(start_rank, Path(scratch), size), [ranks // 2])
+        # A separate process, to measure the memory of one rank.
+        executor = Executor(1, fresh=True)
+        [start] = executor.map(partial(start_rank, Path(scratch), size), [ranks // 2])
     figures = [
-        Figure("scale/index_open", start.opened, "s"),
+        Figure("scale/index_open", start.index, "s"),
         Figure("scale/first_batch", start.first, "s"),
-        Figure("scale/resume", start.resumed, "s"),
-        Figure("scale/order_memory", start.added / 1e6, "MB"),
+        Figure("scale/resume", start.resume, "s"),
+        Figure("scale/order_memory", start.memory / 1e6, "MB"),
         *(
             Figure(f"scale/{name}{suffix}", value, "")
-            for name, pair in mixed._asdict().items()
+            for name, pair in statistics._asdict().items()
             for suffix, value in zip(("", "_of_uniform_shuffle"), pair)
         ),
         Figure("scale/node_shards", shards_of_node(size), "shards an epoch"),
@@ -320,7 +318,7 @@ def scale(
 def collectives(
     config: harness.Config, ranks: int = 1024, overrides: harness.Overrides = None
 ) -> None:
-    """Trace the collective calls of a task's step among pretended ranks."""
+    """Trace the collective calls of a task's step in a fake process group."""
     settings = harness.load_pretraining(config, overrides)
     settings.require_world_size(ranks)
     trace = task_collectives(settings, ranks)

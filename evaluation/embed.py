@@ -1,4 +1,4 @@
-"""Features of all images and captions of some shards, for indices and other programs."""
+"""Features of all images and captions of shard folders, for search indices and other programs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.encoder import count_cut, require_finite
+from evaluation.item_results import item_blocks
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import ProcessGroup, evaluating, inference
-from vlp.config import Precision
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
@@ -28,7 +28,7 @@ from vlp.models.folder import Loaded
 
 
 class FeatureFiles:
-    """Writes NAME.npy (rows, width) and NAME.jsonl for some names."""
+    """Writer of NAME.npy (rows, width) and NAME.jsonl, a line per row; `finish` merges ranks."""
 
     def __init__(
         self, out: Path, names: Sequence[str], width: int, dtype: str, processes: ProcessGroup
@@ -37,13 +37,13 @@ class FeatureFiles:
         self._processes = processes
         self._parts = out.with_name(out.name + ".tmp")
         if out.is_file() or (out.is_dir() and any(out.iterdir())):
-            raise EvaluationError(f"--out {out}: is there already; name another folder")
-        # The first rank alone; its errors reach the others.
+            raise EvaluationError(f"--out {out} exists already; name another folder")
+        # One rank creates the folder; an error is raised on all ranks.
         self._processes.map_blocks(1, lambda _: self._start())
         self._rows = dict.fromkeys(names, 0)
 
     def add(self, name: str, features: NDArray[Any], rows: Sequence[Mapping[str, Any]]) -> int:
-        """Append (rows, width) features and their lines; gives this rank's row of the first."""
+        """Append features (rows, width) and their lines; return the first row's index, by rank."""
         first = self._rows[name]
         data, lines = self._files(name, self._processes.rank)
         with data.open("ab") as file:
@@ -53,14 +53,14 @@ class FeatureFiles:
         self._rows[name] += len(features)
         return first
 
-    def finish(self, refers: Mapping[str, str] | None = None) -> dict[str, int]:
-        """Merge the ranks' files under their final names, and return the rows of each.
+    def finish(self, references: Mapping[str, str]) -> dict[str, int]:
+        """Merge the ranks' files under their final names, and return the number of rows by name.
 
-        refers: name -> name of the file that its row numbers point into.
+        references: {name: other} if the field `other` of its lines is a row index of file `other`.
         """
         processes = self._processes
         rows_of_ranks = processes.map_blocks(processes.world_size, lambda _: self._rows)
-        processes.map_blocks(1, lambda _: self._join(rows_of_ranks, refers or {}))
+        processes.map_blocks(1, lambda _: self._merge(rows_of_ranks, references))
         return {name: sum(rows[name] for rows in rows_of_ranks) for name in self._names}
 
     def _files(self, name: str, rank: int) -> tuple[Path, Path]:
@@ -68,7 +68,7 @@ class FeatureFiles:
 
     def _start(self) -> None:
         try:
-            # Parts of a run that was interrupted.
+            # An interrupted run leaves parts.
             if self._parts.is_dir():
                 shutil.rmtree(self._parts)
             self._parts.mkdir(parents=True)
@@ -77,7 +77,9 @@ class FeatureFiles:
                 f"--out {self._out}: cannot be written ({error.strerror})"
             ) from error
 
-    def _join(self, rows_of_ranks: Sequence[dict[str, int]], refers: Mapping[str, str]) -> None:
+    def _merge(
+        self, rows_of_ranks: Sequence[dict[str, int]], references: Mapping[str, str]
+    ) -> None:
         for name in self._names:
             shape = sum(rows[name] for rows in rows_of_ranks), self._width
             with (
@@ -86,30 +88,30 @@ class FeatureFiles:
             ):
                 header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(data, header)
-                # Ranks count rows from 0 each, so that references are moved by the rows before.
+                # Every rank counts rows from 0: references grow by the rows of the ranks before.
                 offset = 0
                 for rank, rows in enumerate(rows_of_ranks):
-                    parts = self._files(name, rank)
-                    if parts[0].is_file():
-                        with parts[0].open("rb") as part:
+                    data_part, lines_part = self._files(name, rank)
+                    if data_part.is_file():
+                        with data_part.open("rb") as part:
                             shutil.copyfileobj(part, data, 2**20)
-                        with parts[1].open(encoding="utf-8") as part_lines:
+                        with lines_part.open(encoding="utf-8") as part_lines:
                             for line in part_lines:
-                                lines.write(_shift_reference(line, refers.get(name), offset))
-                    parts[0].unlink(missing_ok=True)
-                    parts[1].unlink(missing_ok=True)
-                    offset += rows[refers[name]] if name in refers else 0
-        # An empty folder may be there; the rename makes all files appear at once.
+                                lines.write(_shift_reference(line, references.get(name), offset))
+                    data_part.unlink(missing_ok=True)
+                    lines_part.unlink(missing_ok=True)
+                    offset += rows[references[name]] if name in references else 0
+        # `out` may be an empty folder; the rename makes all files appear at once.
         if self._out.is_dir():
             self._out.rmdir()
         self._parts.rename(self._out)
 
 
-def _shift_reference(line: str, reference: str | None, offset: int) -> str:
-    if reference is None:
+def _shift_reference(line: str, field: str | None, offset: int) -> str:
+    if field is None:
         return line
     row = parse_json(line)
-    row[reference] += offset
+    row[field] += offset
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
@@ -117,8 +119,8 @@ IMAGES, CAPTIONS = "images", "captions"
 Dtype = Literal["float32", "float16"]
 
 
-class _ReadPairs(NamedTuple):
-    """A block of samples: valid images, their lines, and captions (image row, number, text)."""
+class _PairBlock(NamedTuple):
+    """Usable images of a block, their lines, captions (row in block, index in sample, text)."""
 
     pixels: torch.Tensor | None
     rows: list[dict[str, Any]]
@@ -127,14 +129,14 @@ class _ReadPairs(NamedTuple):
 
 
 def _read(
-    items: Items, blocks: Sequence[range], preprocess: Callable[[Any], torch.Tensor], number: int
-) -> _ReadPairs:
+    items: Items, blocks: Sequence[range], preprocess: Callable[[Any], torch.Tensor], block: int
+) -> _PairBlock:
     """Read and prepare a block, in any process."""
     rows: list[dict[str, Any]] = []
     pixels, captions, skipped = [], [], []
-    for item in blocks[number]:
+    for index in blocks[block]:
         try:
-            raw = items.read(item).raw
+            raw = items.read(index).raw
             pixels.append(preprocess(decode_image(raw.image, raw.where)))
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
@@ -142,16 +144,16 @@ def _read(
         annotation = raw.annotation
         rows.append({"key": raw.key, "source": annotation.source, "image_id": annotation.image_id})
         captions += [(len(rows) - 1, *caption) for caption in enumerate(captions_of(annotation))]
-    return _ReadPairs(torch.stack(pixels) if pixels else None, rows, captions, skipped)
+    return _PairBlock(torch.stack(pixels) if pixels else None, rows, captions, skipped)
 
 
-class Embedded(NamedTuple):
-    """Rows of each file, bad samples by kind, and captions longer than the model reads."""
+class FeatureCounts(NamedTuple):
+    """Rows of each file, skipped samples by kind, and truncated captions."""
 
     images: int
     captions: int
     skipped: dict[str, int]
-    cut: int = 0
+    cut: int
 
 
 def embed(
@@ -161,38 +163,42 @@ def embed(
     options: EvalOptions = EvalOptions(),
     *,
     dtype: Dtype = "float32",
-) -> Embedded:
-    """Write `images.npy`, `captions.npy` (rows, d) of unit length, and a line of JSON a row.
+) -> FeatureCounts:
+    """Write `images.npy` and `captions.npy` (rows, d) of unit length, and JSON lines for both.
 
-    Rows follow the order of the shards for any number of ranks, a row a sample (captioned or not)
-    and a row a caption. `images.jsonl` has {key, source, image_id}; `captions.jsonl` {key, caption:
-    its number in the sample, text, images: row of its image}.
+    Rows follow the order of the shards for any number of ranks: one per sample (captioned or not),
+    and one per caption. Lines of `images.jsonl` are {key, source, image_id}, of `captions.jsonl`
+    {key, caption: index in the sample, text, images: row of the image}.
     """
     processes, items = ProcessGroup.current(), Items(shards, limit=options.limit)
-    width = loaded.model.config.embed_dim
-    files = FeatureFiles(Path(out), (IMAGES, CAPTIONS), width, dtype, processes)
-    batch = options.batch
-    blocks = [range(start, min(start + batch, len(items))) for start in range(0, len(items), batch)]
+    model, batch = loaded.model, options.batch
+    names = (IMAGES, CAPTIONS)
+    files = FeatureFiles(Path(out), names, model.config.embed_dim, dtype, processes)
+    blocks = item_blocks(len(items), batch)
 
-    def write(number: int) -> tuple[list[SkippedSample], int]:
-        pixels, rows, captions, skipped = reader[number]
+    def encode(encoder: Callable[..., Any], *inputs: torch.Tensor) -> NDArray[np.floating]:
+        on_device = (part.to(torch_device, non_blocking=True) for part in inputs)
+        with torch.no_grad(), inference(torch_device, options.precision):
+            feature = encoder(*on_device).feature
+        return require_finite(feature.float().cpu().numpy())
+
+    def write(block: int) -> tuple[list[SkippedSample], int]:
+        pixels, rows, captions, skipped = reader[block]
         if pixels is not None:
-            first = files.add(
-                IMAGES, _images(loaded, pixels, torch_device, options.precision), rows
-            )
+            first = files.add(IMAGES, encode(model.encode_image, pixels), rows)
             for start in range(0, len(captions), batch):
                 part = captions[start : start + batch]
                 lines = [
-                    {"key": rows[row]["key"], "caption": count, "text": text, IMAGES: first + row}
-                    for row, count, text in part
+                    {"key": rows[row]["key"], "caption": index, "text": text, IMAGES: first + row}
+                    for row, index, text in part
                 ]
-                texts = [text for _, _, text in part]
-                files.add(CAPTIONS, _texts(loaded, texts, torch_device, options.precision), lines)
-        bar.update(len(blocks[number]))
+                tokens = loaded.text([text for *_, text in part])
+                files.add(CAPTIONS, encode(model.encode_text, *tokens), lines)
+        bar.update(len(blocks[block]))
         return skipped, count_cut(loaded.text, [text for *_, text in captions])
 
     share = processes.share(len(blocks))
-    total = sum(len(blocks[number]) for number in share)
+    total = sum(len(blocks[block]) for block in share)
     quiet = not (options.progress and processes.first)
     with (
         evaluating(loaded.model, options.device) as torch_device,
@@ -201,7 +207,7 @@ def embed(
         reader = BlockReader(
             partial(_read, items, blocks, loaded.preprocess), torch_device, options.workers
         )
-        with reader.ahead(share):
+        with reader.prefetch(share):
             parts = processes.map_blocks(len(blocks), write)
     skipped = [skip for part, _ in parts for skip in part]
     if len(skipped) == len(items):
@@ -211,21 +217,4 @@ def embed(
         )
     rows = files.finish({CAPTIONS: IMAGES})
     cut = sum(cut for _, cut in parts)
-    return Embedded(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), cut)
-
-
-def _images(
-    loaded: Loaded, pixels: torch.Tensor, device: torch.device, precision: Precision | None
-) -> NDArray[np.float32]:
-    with torch.no_grad(), inference(device, precision):
-        feature = loaded.model.encode_image(pixels.to(device, non_blocking=True)).feature
-    return require_finite(feature.float().cpu().numpy())
-
-
-def _texts(
-    loaded: Loaded, texts: list[str], device: torch.device, precision: Precision | None
-) -> NDArray[np.float32]:
-    tokens = (part.to(device) for part in loaded.text(texts))
-    with torch.no_grad(), inference(device, precision):
-        feature = loaded.model.encode_text(*tokens).feature
-    return require_finite(feature.float().cpu().numpy())
+    return FeatureCounts(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), cut)

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from evaluation.options import EvalOptions
 from evaluation.samples import (
@@ -22,7 +23,7 @@ from evaluation.samples import (
     EvaluationError,
     Samples,
     count_kinds,
-    kinds_in_words,
+    format_kinds,
 )
 from evaluation.work_sharding import ProcessGroup, inference
 from vlp.data.schema import normalised_caption
@@ -32,13 +33,13 @@ from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
 
-# Index in rows of positives that are shorter than the longest.
+# Fills rows of positives up to the longest row.
 PADDING = -1
 GIBIBYTE = 2**30
 
 
 class Block(NamedTuple):
-    """One encoded block: `features` is the encoder's output for its rows."""
+    """The encoder's output for the rows of a block (None without rows), and data of its samples."""
 
     features: Any
     extra: Any = None
@@ -48,7 +49,7 @@ Key = TypeVar("Key")
 
 
 class BlockCache(Generic[Key]):
-    """Least recently used blocks of at most `capacity` bytes; one block always fits."""
+    """LRU cache of encoded blocks, `capacity` bytes in all; the last block is always cached."""
 
     def __init__(self, encode: Callable[[Key], Block], capacity: int) -> None:
         self._encode = encode
@@ -63,10 +64,9 @@ class BlockCache(Generic[Key]):
         block = self._encode(key)
         self._blocks[key] = block
         self._bytes += _size(block)
-        # One block is kept even where it is larger than the cache.
         while self._bytes > self._capacity and len(self._blocks) > 1:
-            _, dropped = self._blocks.popitem(last=False)
-            self._bytes -= _size(dropped)
+            _, oldest = self._blocks.popitem(last=False)
+            self._bytes -= _size(oldest)
         return block
 
 
@@ -86,25 +86,25 @@ class SampleInfo(NamedTuple):
 
 
 class Collection(NamedTuple):
-    """Every image once and all captions, in the order of the shards."""
+    """I images, each once, and their T captions, in the order of the shards."""
 
     # Unit features (I, d) and (T, d), float32, on the device.
     image: Tensor
     text: Tensor
     captions: list[str]
     image_of_text: NDArray[np.int64]
-    # (I, 2) and (T, 2): block and row, to encode a block again.
+    # (I, 2) and (T, 2): block and row in the encoder.
     image_location: NDArray[np.int64]
     text_location: NDArray[np.int64]
     skipped: dict[str, int]
-    # (I,): each image's first.
+    # (I,): first sample of each image.
     samples: list[SampleInfo]
-    # Captions that the tokenizer cut.
+    # Number of captions that the tokenizer truncated.
     cut: int = 0
 
     def positives(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return images of each text (T, .) and texts of each image (I, .), padded with -1."""
-        # Equal captions of several images are positives of all of them.
+        # Equal captions of several images are positives of all these images.
         texts: dict[str, list[int]] = defaultdict(list)
         for text, caption in enumerate(self.captions):
             texts[normalised_caption(caption)].append(text)
@@ -120,7 +120,7 @@ class Collection(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Count images without an `image_id` that have the bytes of an earlier one."""
+        """Return the number of images without `image_id` that repeat an earlier image's bytes."""
         digests = [sample.digest for sample in self.samples if sample.digest]
         return len(digests) - len(set(digests))
 
@@ -130,16 +130,16 @@ def _padded(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
     return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
 
 
-class _Encoded(NamedTuple):
-    """Result of one block of samples: features of the good ones."""
+class _EncodedImages(NamedTuple):
+    """Unit features (rows, d) of a block's usable samples, and its skipped samples."""
 
     features: NDArray[np.float32]
     samples: list[SampleInfo]
     skipped: list[SkippedSample]
 
 
-class _ReadImages(NamedTuple):
-    """A block of samples: images of the good ones, ready for the encoder; None without any."""
+class _ImageBlock(NamedTuple):
+    """Encoder inputs (rows, ...) of a block's usable samples (None without), skipped samples."""
 
     images: Tensor | None
     samples: list[SampleInfo]
@@ -148,7 +148,7 @@ class _ReadImages(NamedTuple):
 
 def _read_images(
     samples: Samples, preprocess: Callable[[Any], Tensor], batch: int, block: int
-) -> _ReadImages:
+) -> _ImageBlock:
     """Read and prepare the images of a block, in any process."""
     images, usable, skipped = [], [], []
     for position in range(len(samples))[_rows(block, batch)]:
@@ -161,14 +161,14 @@ def _read_images(
             )
         else:
             skipped.append(sample)
-    return _ReadImages(torch.stack(images) if images else None, usable, skipped)
+    return _ImageBlock(torch.stack(images) if images else None, usable, skipped)
 
 
 class Encoder:
-    """Encodes fixed blocks of `batch` samples or captions with one model on one device.
+    """Encoder of fixed blocks of `batch` samples or captions, on one device, with caches.
 
-    `itm_scorer` scores pairs of features; `text_widths` (blocks,) are the tokens of a collection's
-    captions. `memory` is bytes of token states kept for images, and for captions.
+    `itm_scorer` scores pairs of features; `text_widths` (blocks,) are the tokens to which blocks of
+    captions are padded. memory: bytes of cached token states, for images and captions each.
     """
 
     def __init__(
@@ -185,6 +185,7 @@ class Encoder:
         self.batch = options.batch
         self.device = device
         self.precision = options.precision
+        self._progress = options.progress
         self.images = BlockCache(self._encode_images, memory)
         self._reader = BlockReader(
             partial(_read_images, samples, loaded.preprocess, options.batch),
@@ -195,25 +196,29 @@ class Encoder:
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
         self.text_widths = np.zeros(0, dtype=np.int64)
 
-    def collect(self, processes: ProcessGroup, step: Callable[[int], object]) -> Collection:
-        """Encode everything once; samples that show the same image become one image."""
+    def collect(self, processes: ProcessGroup, label: str = "encode") -> Collection:
+        """Encode all images and captions, with a progress bar; merge samples of one image."""
 
-        def encode(block: int) -> _Encoded:
+        def encode(block: int) -> _EncodedImages:
             encoded = self.images[block]
-            step(len(range(len(self.samples))[_rows(block, self.batch)]))
-            return _Encoded(_global(encoded.features), *encoded.extra)
+            bar.update(len(range(len(self.samples))[_rows(block, self.batch)]))
+            return _EncodedImages(_unit_features(encoded.features), *encoded.extra)
 
-        count = len(self._image_blocks)
-        with self._reader.ahead(processes.share(count)):
-            reads = processes.map_blocks(count, encode)
-        skipped = count_kinds([skip for part in reads for skip in part.skipped])
+        count, total = len(self._image_blocks), len(processes.share(len(self.samples)))
+        quiet = not (self._progress and processes.first)
+        with (
+            tqdm(total=total, desc=label, disable=quiet) as bar,
+            self._reader.prefetch(processes.share(count)),
+        ):
+            image_blocks = processes.map_blocks(count, encode)
+        skipped = count_kinds([skip for part in image_blocks for skip in part.skipped])
         index_of: dict[tuple[str, str], int] = {}
         locations: list[tuple[int, int]] = []
         samples: list[SampleInfo] = []
         captions: list[list[str]] = []
-        for block, part in enumerate(reads):
+        for block, part in enumerate(image_blocks):
             for row, sample in enumerate(part.samples):
-                # Samples that show the same image add their captions to the first one's.
+                # The image keeps its first sample, and gets the captions of all its samples.
                 if sample.identity not in index_of:
                     index_of[sample.identity] = len(index_of)
                     locations.append((block, row))
@@ -221,22 +226,21 @@ class Encoder:
                     captions.append([])
                 captions[index_of[sample.identity]].extend(sample.captions)
         if not locations:
-            kinds = kinds_in_words(skipped)
             raise EvaluationError(
                 f"{', '.join(self.samples.folders)}: no usable sample in "
-                f"{len(self.samples)} ({kinds})"
+                f"{len(self.samples)} ({format_kinds(skipped)})"
             )
-        image = np.stack([reads[block].features[row] for block, row in locations])
+        image = np.stack([image_blocks[block].features[row] for block, row in locations])
         texts = [caption for group in captions for caption in group]
         tokens = self.loaded.text(texts)
-        # Captions of similar length share a block and are cut to its longest: less padding here
+        # Captions of similar length share a block and are padded to its longest: less padding here
         # and in the cross-modal encoder.
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
         self.text_widths = self._widths(self._tokens.attention_mask)
         blocks = -(-len(texts) // self.batch)
         text = np.concatenate(
-            processes.map_blocks(blocks, lambda block: _global(self.texts[block].features))
+            processes.map_blocks(blocks, lambda block: _unit_features(self.texts[block].features))
         )
         rank_of = order.argsort().numpy()
         return Collection(
@@ -251,16 +255,16 @@ class Encoder:
             cut=count_cut(self.loaded.text, texts),
         )
 
-    def prefetching(self) -> AbstractContextManager[None]:
-        """Read images that did not fit in memory ahead of their next use."""
-        return self._reader.ahead(self._image_blocks)
+    def prefetch_images(self) -> AbstractContextManager[None]:
+        """Prefetch images within the context, for blocks that were evicted from the cache."""
+        return self._reader.prefetch(self._image_blocks)
 
     @property
     def _image_blocks(self) -> range:
         return range(-(-len(self.samples) // self.batch))
 
     def _widths(self, mask: Tensor) -> NDArray[np.int64]:
-        """Return the length (blocks,) of each block of captions, from their sorted masks."""
+        """Return the tokens (blocks,) of each block's longest caption; `mask` is sorted."""
         lengths = mask.sum(dim=1).numpy()
         if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])
@@ -277,42 +281,42 @@ class Encoder:
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[_rows(block, self.batch)] for part in self._tokens))
-        cut = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
+        inputs = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
         with torch.no_grad(), inference(self.device, self.precision):
-            return Block(self.loaded.model.encode_text(*cut))
+            return Block(self.loaded.model.encode_text(*inputs))
 
 
 def _rows(block: int, batch: int) -> slice:
     return slice(block * batch, (block + 1) * batch)
 
 
-def _global(features: Any) -> NDArray[np.float32]:
-    """Return the (rows, d) unit features of a block, empty without a valid sample."""
+def _unit_features(features: Any) -> NDArray[np.float32]:
+    """Return the unit features (rows, d) of a block; `features` is None without rows."""
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
     return require_finite(features.feature.float().cpu().numpy())
 
 
 def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
-    """Count texts longer than a model reads; 0 if the tokenizer does not report it."""
+    """Return the number of texts that `text` truncates; 0 if it has no method `count_cut`."""
     counter = getattr(text, "count_cut", None)
     return counter(texts) if counter else 0
 
 
 def require_finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Require that features or scores are finite."""
-    # NaN has no rank: it would change a figure without a word.
+    """Return the features or scores; raise EvaluationError if any is NaN or infinite."""
+    # NaN has no rank: it would change figures silently.
     if not np.isfinite(features).all():
         raise EvaluationError(
-            "the model gives features or scores that are not finite; try --precision float32, and "
-            "if that does not help its weights are spoilt"
+            "the model returns features or scores that are not finite: try --precision float32; if "
+            "that does not help, the weights are damaged"
         )
     return features
 
 
 @torch.no_grad()
 def encode_image(loaded: Loaded, image: Image.Image, device: torch.device) -> ImageFeatures:
-    """Encode an image of any size, as a batch of one, on the device of the model.
+    """Encode an image of any size, as a batch of one, on `device`.
 
     Features have no gradients but may enter a differentiated computation, such as Grad-CAM.
     """

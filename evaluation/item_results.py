@@ -1,4 +1,4 @@
-"""Evaluation of items in blocks that ranks share, and figures over their images."""
+"""Evaluation of items in blocks, split over ranks, and figures with intervals over images."""
 
 from __future__ import annotations
 
@@ -22,37 +22,42 @@ Example = TypeVar("Example")
 
 
 class Readable(Protocol):
-    """Items by number, such as `vlp.data.shards.shard_reader.Items`."""
+    """Items by index, such as `vlp.data.shards.shard_reader.Items`."""
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """Their shard folders, for messages."""
+        """Return the shard folders, for messages."""
 
     def __len__(self) -> int:
         """Return the number of items."""
 
     def read(self, number: int) -> Any:
-        """Read one item with a method `without_images`; a BadSample is counted."""
+        """Read an item, which has a method `without_images`; raise BadSample to skip it."""
 
 
 class EvaluatedItems(NamedTuple):
-    """Rows of all good items in their order, and the bad ones by kind."""
+    """Rows of all usable items in order, and the number of skipped items by kind."""
 
     rows: list[Any]
     skipped: dict[str, int]
 
 
+def item_blocks(items: int, batch: int) -> list[range]:
+    """Return the item indices of each block of `batch` items, the last one shorter."""
+    return [range(items)[start : start + batch] for start in range(0, items, batch)]
+
+
 def _read(
-    items: Readable, blocks: Sequence[range], make: Callable[[Any, int], Example], number: int
+    items: Readable, blocks: Sequence[range], make: Callable[[Any, int], Example], block: int
 ) -> tuple[list[tuple[Any, Example]], list[SkippedSample]]:
     """Read and prepare the items of a block, in any process."""
     examples: list[tuple[Any, Example]] = []
     skipped: list[SkippedSample] = []
-    for item_number in blocks[number]:
+    for index in blocks[block]:
         try:
-            item = items.read(item_number)
+            item = items.read(index)
             # Workers send examples to this process: the prepared tensors, not the image's bytes.
-            examples.append((item.without_images(), make(item, item_number)))
+            examples.append((item.without_images(), make(item, index)))
         except BadSample as bad:
             skipped.append(SkippedSample(bad.kind, bad.where))
     return examples, skipped
@@ -65,24 +70,20 @@ def evaluate_blocks(
     options: EvalOptions,
     device: torch.device,
 ) -> EvaluatedItems:
-    """Read, prepare and evaluate every item once, on some rank.
+    """Read, prepare and evaluate every item once; ranks split the blocks.
 
     Args:
-        make: prepares an item by number, in any process; a BadSample is counted.
-        evaluate: returns a picklable row, without images, for each prepared item.
+        make: prepares an item, given with its index, in any process; raises BadSample to skip it.
+        evaluate: returns a picklable row, without images, for each (item, prepared item).
     """
-    # Blocks are cut from the data alone, so that numbers do not depend on the ranks.
+    # Blocks depend on the data alone, so that figures do not depend on the number of ranks.
     processes = ProcessGroup.current()
-    blocks = [
-        range(start, min(start + options.batch, len(items)))
-        for start in range(0, len(items), options.batch)
-    ]
+    blocks = item_blocks(len(items), options.batch)
     quiet = not (options.progress and processes.first)
-
     reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
 
-    def work(number: int) -> tuple[list[Any], list[SkippedSample]]:
-        examples, skipped = reader[number]
+    def work(block: int) -> tuple[list[Any], list[SkippedSample]]:
+        examples, skipped = reader[block]
         rows = list(evaluate(examples)) if examples else []
         bar.update()
         return rows, skipped
@@ -90,7 +91,7 @@ def evaluate_blocks(
     share = processes.share(len(blocks))
     with (
         tqdm(total=len(share), desc="evaluate", unit="block", disable=quiet) as bar,
-        reader.ahead(share),
+        reader.prefetch(share),
     ):
         parts = processes.map_blocks(len(blocks), work)
     rows = [row for block_rows, _ in parts for row in block_rows]
@@ -108,18 +109,19 @@ def clustered_figures(
     resamples: int = 1000,
     item_weights: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Figure]:
-    """Compute means with 95 % intervals from resampled clusters, the same draws for every figure.
+    """Compute weighted means of items with 95 % intervals; resamples are shared by all figures.
 
-    clusters: image of each item. item_weights: (items,) by figure, such as a mask; default ones.
+    values: (items,) by figure. clusters: image of each item; images are resampled. item_weights:
+    (items,) by figure, such as a mask; 1 each by default.
     """
-    numbers: dict[Hashable, int] = {}
-    index = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
+    ids: dict[Hashable, int] = {}
+    cluster_ids = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
     sums, weights = [], []
     for name, value in values.items():
-        # An item outside a figure has weight 0 in its numerator and denominator.
-        factors = (item_weights or {}).get(name, np.ones(len(index)))
-        sums.append(np.bincount(index, np.asarray(value, dtype=float) * factors, len(numbers)))
-        weights.append(np.bincount(index, np.asarray(factors, dtype=float), len(numbers)))
+        # An item outside a figure has weight 0 in numerator and denominator.
+        factors = (item_weights or {}).get(name, np.ones(len(cluster_ids)))
+        sums.append(np.bincount(cluster_ids, np.asarray(value, dtype=float) * factors, len(ids)))
+        weights.append(np.bincount(cluster_ids, np.asarray(factors, dtype=float), len(ids)))
     total, weight = np.stack(sums, axis=1), np.stack(weights, axis=1)
     point = total.sum(0) / weight.sum(0)
     low, high = percentile_interval(bootstrap_means(total, weight, resamples=resamples))
@@ -134,11 +136,11 @@ def keep_scores(
     values: Mapping[str, NDArray[Any]],
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
-    """Store in each row its value by figure, for comparisons item by item."""
-    about = masks or {}
-    for number, row in enumerate(rows):
+    """Set `scores` of each row: its value by figure, without figures that `masks` exclude."""
+    all_items = np.ones(len(rows), dtype=bool)
+    for index, row in enumerate(rows):
         row["scores"] = {
-            name: float(value[number])
+            name: float(value[index])
             for name, value in values.items()
-            if name not in about or about[name][number]
+            if (masks or {}).get(name, all_items)[index]
         }

@@ -22,19 +22,17 @@ class Job(Config):
     task: str = Field(description="what is evaluated")
     shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
     name: str | None = Field(
-        None, pattern=NAME, description="of its table; null: the task's. Needed for a second set"
+        None, pattern=NAME, description="of the table; null: the task's; needed for a second set"
     )
-    model: str | None = Field(
-        None, description="folder, where the task has one of its own; null: the entry's"
-    )
-    limit: int | None = Field(None, ge=1, description="only the first so many items")
+    model: str | None = Field(None, description="of this task alone; null: the entry's")
+    limit: int | None = Field(None, ge=1, description="only the first N items")
     batch: int = Field(64, ge=1, description="items of one encoder call")
     precision: Precision | None = Field(None, description="null: bf16 on a GPU, float32 elsewhere")
 
     @model_validator(mode="before")
     @classmethod
     def _check_options(cls, values: Any) -> Any:
-        # Checked before pydantic does, for a hint at the option that was meant.
+        # Before pydantic's check, whose message has no hint at a similar option.
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
                 matches = difflib.get_close_matches(str(key), cls.model_fields, n=1)
@@ -45,18 +43,18 @@ class Job(Config):
 
     @property
     def label(self) -> str:
-        """Return the name of its table, and of the folder of its result."""
+        """Return the name of the table, which is also the folder of the result."""
         return self.name or self.task
 
     def options(self) -> dict[str, Any]:
-        """Return the options that other tasks do not have."""
+        """Return the fields that `Job` does not have."""
         return self.model_dump(include=set(type(self).model_fields) - set(Job.model_fields))
 
 
 class RetrievalJob(Job):
     """Image-text retrieval: recall in both directions.
 
-    With --rerank the cross-modal encoder re-ranks the best candidates.
+    With --rerank the cross-modal encoder re-ranks the nearest candidates.
     """
 
     task: Literal["retrieval"] = Field("retrieval", description="what is evaluated")
@@ -67,30 +65,29 @@ class RetrievalJob(Job):
     temperature: float | None = Field(
         None,
         gt=0,
-        description="of the similarity in that sum (null: the model's own); half of it halves the "
+        description="divides the similarity in the sum (null: the model's); half of it halves the "
         "weight of the match score",
     )
     features: tuple[str, ...] = Field(
-        (), description="stored features of the images, of the bank's too, by the same tower"
+        (), description="stored features of all images, the bank's too, by the model's tower"
     )
     bank: tuple[str, ...] = Field(
         (),
-        description="shards of other pairs, such as those of training: images and captions that "
-        "are near to everything lose by it (query-bank normalisation)",
+        description="shards of other pairs, such as training pairs, for query-bank normalisation: "
+        "lowers scores of images and captions near to most queries",
     )
     bank_temperature: float = Field(
-        BANK_TEMPERATURE, gt=0, description="of the bank: the lower, the more the nearest count"
+        BANK_TEMPERATURE, gt=0, description="of the bank; a low one weights the nearest queries"
     )
 
     @model_validator(mode="after")
     def _check_use(self) -> RetrievalJob:
         if self.rerank_by == "match" and not self.rerank:
-            raise ValueError("rerank_by says how to re-rank: give rerank, too")
+            raise ValueError("rerank_by is an option of re-ranking: set rerank, too")
         if self.temperature is not None and (not self.rerank or self.rerank_by == "match"):
-            raise ValueError("temperature is of re-ranking by sum: give rerank, too")
-        # Its default is a number, so only the set fields show whether the user gave it.
+            raise ValueError("temperature is an option of re-ranking by sum: set rerank, too")
         if "bank_temperature" in self.model_fields_set and not self.bank:
-            raise ValueError("bank_temperature goes with bank")
+            raise ValueError("bank_temperature is an option of bank: set bank, too")
         return self
 
 
@@ -99,30 +96,30 @@ class VqaJob(Job):
 
     task: Literal["vqa"] = Field("vqa", description="what is evaluated")
     predict: Literal["rank", "generate"] | None = Field(
-        None, description="choose from the list of answers, or write freely; null: as fine-tuned"
+        None, description="rank the list of answers, or generate text; null: as fine-tuned"
     )
     version: Version | None = Field(
-        None, description="the current official evaluator, or ALBEF's older one; null: likewise"
+        None, description="current official evaluator, or ALBEF's older one; null: as fine-tuned"
     )
 
 
 class GroundingJob(Job):
     """Visual grounding of referring expressions.
 
-    Samples need `expressions`; with `proposals` boxes are chosen among those, else only the
-    pointing game is scored. Any model folder will do, best one fine-tuned for grounding.
+    Samples need `expressions`. With `proposals`, boxes are selected among the proposals, too. Any
+    model folder can be evaluated, best after fine-tuning for grounding.
     """
 
     task: Literal["grounding"] = Field("grounding", description="what is evaluated")
     by: Literal["gradcam", "similarity"] | None = Field(
         None,
         description="Grad-CAM of a cross-attention layer, or the cosine of tokens and patches; "
-        "null: what the model was chosen by, else gradcam",
+        "null: as fine-tuned, else gradcam",
     )
     layer: int | None = Field(
         None,
-        description="cross-modal layer of Grad-CAM, from 0, or from the end where it is negative; "
-        "null: the one it was chosen by, else the middle one",
+        description="cross-modal layer of Grad-CAM, from 0, or negative from the end; null: as "
+        "fine-tuned, else the middle one",
     )
     head: int | None = Field(
         None, ge=1, description="first word pieces that make the map; null: all"
@@ -132,7 +129,7 @@ class GroundingJob(Job):
     @model_validator(mode="after")
     def _check_use(self) -> GroundingJob:
         if self.by == "similarity" and self.layer is not None:
-            raise ValueError("layer is of Grad-CAM, and the map is made by similarity")
+            raise ValueError("layer is an option of Grad-CAM: leave it out with by similarity")
         return self
 
 
@@ -142,23 +139,23 @@ class PointingJob(Job):
     task: Literal["pointing"] = Field("pointing", description="what is evaluated")
     controls: bool = Field(
         False,
-        description="also point by anchors, paths and Grad-CAM, and without text: by the image "
-        "encoder's attention, the mean box and the centre",
+        description="also point by anchors, paths and Grad-CAM, and by controls without text: the "
+        "image encoder's attention, the mean box and the centre",
     )
 
 
 class SwapsJob(Job):
-    """Tell an arrangement from its swap (generated corpus)."""
+    """Tell an arrangement of objects from its swap (generated corpus)."""
 
     task: Literal["swaps"] = Field("swaps", description="what is evaluated")
     view: View = Field("image", description="the images, patches in random order, or blank images")
 
 
 class FoilsJob(Job):
-    """Tell a caption from the same one with one thing exchanged (any captioned images).
+    """Tell a caption from the same caption with one thing exchanged (any captioned images).
 
-    Exchanged are subject and object, colours, numbers, prepositions, left and right, near and far.
-    Blank images show how much the text alone gives away. OUT gets every pair with its scores.
+    Foils exchange subject and object, colours, numbers, prepositions, left and right, near and far.
+    Blank images measure what the text alone tells. OUT holds every pair with its scores.
     """
 
     task: Literal["foils"] = Field("foils", description="what is evaluated")
@@ -170,9 +167,9 @@ class ZeroShotJob(Job):
     """Zero-shot classification of images by prompts.
 
     An image gets the class with the nearest prompts. --shards takes shard folders with the class as
-    `label` of a sample, folders of class folders, and tar files of such. --classes has a class name
-    a line, or the label in the data, a tab and the name. --templates has a prompt a line, such as
-    "a photo of a {}."; the features of a class's prompts are averaged.
+    `label` of a sample, folders of class folders, and tar files of class folders. A line of
+    --classes is a class name, or the label in the data, a tab and the name. A line of --templates
+    is a prompt, such as "a photo of a {}."; the features of a class's prompts are averaged.
 
     \b
       vlp evaluate zeroshot --model runs/base/model --shards cifar10/test.tar.xz --classes c.txt
@@ -197,7 +194,7 @@ class ZeroShotJob(Job):
     @model_validator(mode="after")
     def _check_use(self) -> ZeroShotJob:
         if self.match_by == "match" and not self.match:
-            raise ValueError("match_by says how classes are scored again: give match, too")
+            raise ValueError("match_by is an option of re-ranking: set match, too")
         return self
 
 

@@ -28,20 +28,20 @@ _SPECIAL = {
 }
 
 
-def latex(tables: Sequence[Table]) -> str:
-    """Return a file to `\\input`; it needs booktabs, graphicx and UTF-8 text in T1."""
+def to_latex(tables: Sequence[Table]) -> str:
+    """Return the text of a file to `\\input`; it needs the packages named in its first line."""
     lines = ["% \\usepackage[T1]{fontenc} \\usepackage{booktabs} \\usepackage{graphicx}"]
     return "\n\n".join([*lines, *(latex_table(table) for table in tables)]) + "\n"
 
 
 def latex_table(table: Table) -> str:
-    """Format one floating table; a rule separates the paper's rows."""
+    """Format a table as a float; a rule separates the paper's rows."""
     head = " & ".join(escape(cell) for cell in table.head)
     body: list[str] = []
     for number, row in enumerate(table.rows):
         if number and _is_paper(row) and not _is_paper(table.rows[number - 1]):
             body.append(r"\midrule")
-        # A row that begins with [ would be an option of the line break before it.
+        # {}: a row that starts with [ would be an option of the \\ before it.
         body.append("{}" + " & ".join(escape(cell) for cell in row) + r" \\")
     notes = [_typeset(note) for note in table.notes]
     return "\n".join(
@@ -69,9 +69,9 @@ def escape(text: str) -> str:
 
 
 def _typeset(note: str) -> str:
-    """Set a note; text between backticks as code."""
+    """Escape a note; set text between backticks as code."""
     parts = note.split("`")
-    # An unpaired backtick is a character.
+    # With an unpaired backtick, all are plain characters.
     if len(parts) % 2 == 0:
         return escape(note)
     return "".join(

@@ -23,9 +23,9 @@ class EvalOptions:
     device: torch.device | str | None = None
     # None: bf16 on a GPU, else float32.
     precision: Precision | None = None
-    # Reading processes; None: this rank's cores up to 8 on a GPU, 0 on a CPU.
+    # Worker processes; None: this rank's cores, at most 8, on a GPU and 0 on a CPU.
     workers: int | None = None
-    # Bootstrap draws.
+    # Bootstrap resamples.
     resamples: int = 1000
-    # Bars on the first rank.
+    # Show progress bars on the first rank.
     progress: bool = False

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.samples import EvaluationError, format_kinds
 from vlp.data.image.transforms import View
 from vlp.io import atomic_write, parse_json, write_json
 
@@ -54,18 +54,18 @@ class Table(NamedTuple):
         return "\n".join([f"**{self.title}**", "", *lines, "", *self.notes]) + "\n"
 
 
-def attributed(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield each note once, after the names of its models unless all have it."""
-    names_of: dict[str, list[str]] = {}
-    for name, model_notes in notes.items():
+def merge_notes(notes: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield each distinct note, with the names of its models in front unless all have it."""
+    models_of: dict[str, list[str]] = {}
+    for model, model_notes in notes.items():
         for note in dict.fromkeys(model_notes):
-            names_of.setdefault(note, []).append(name)
-    for note, names in names_of.items():
-        yield note if len(names) == len(notes) else f"{', '.join(names)}: {note}"
+            models_of.setdefault(note, []).append(model)
+    for note, models in models_of.items():
+        yield note if len(models) == len(notes) else f"{', '.join(models)}: {note}"
 
 
 def align(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Pad cells to columns, the first to the left and all others to the right."""
+    """Format rows of cells as lines of text: first column left-aligned, others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return [
         "  ".join(
@@ -77,36 +77,35 @@ def align(lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write_report(folder: str | Path, name: str, table: Table, figures: dict[str, Any]) -> Path:
-    """Write `name.json` and `name.md` into a folder, made if missing, and return it."""
+    """Write `name.json` and `name.md` into `folder`, created if missing; return the folder."""
     folder = Path(folder)
-    # NaN is not JSON, and no figure is NaN but by a defect.
+    # A NaN figure is a defect, and invalid JSON.
     write_json(folder / f"{name}.json", figures, allow_nan=False)
     (folder / f"{name}.md").write_text(table.markdown(), encoding="utf-8")
     return folder
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace a file in one step; its folder is made if missing."""
+    """Write rows as JSON lines, atomically; the file's folder is created if missing."""
     with atomic_write(path, "w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file."""
-    rows = []
+    """Read a file of JSON lines, one object each."""
+    rows: list[dict[str, Any]] = []
     try:
         with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+            for line in file:
                 row = parse_json(line)
                 if not isinstance(row, dict):
-                    raise EvaluationError(f"{path}, line {number}: not a JSON object")
+                    raise ValueError(f"found a {type(row).__name__}")
                 rows.append(row)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        if isinstance(error, EvaluationError):
-            raise
-        raise EvaluationError(f"{path}, line {len(rows) + 1}: not JSON ({error})") from error
+        message = f"{path}, line {len(rows) + 1}: not a JSON object ({error})"
+        raise EvaluationError(message) from error
     return rows
 
 
@@ -114,11 +113,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 class Result:
     """Result of one model on one set; `kind` names its files.
 
-    counts: numbers of evaluated items. figures: shares between 0 and 1 by name, the main one first.
-    predictions: a row per item with ids for a submission; annotated ones have `scores` by figure,
-    and `image`, shared by items of one image; None if no rows are kept. skipped: bad samples by
-    kind. notes: of the table. view: of the model's inputs, where there is a choice. facts: further
-    values of the JSON file.
+    counts: numbers of evaluated items. figures: shares between 0 and 1 by name, the main figure
+    first. predictions: a row per item with ids for a submission, and for annotated items `scores`
+    by figure and `image`, equal for items of one image; None if no rows are stored. skipped: number
+    of skipped samples by kind. notes: sentences under the table. view: images that the model saw,
+    if this is an option. facts: further values of the JSON file.
     """
 
     kind: str
@@ -137,7 +136,7 @@ class Result:
         return {name: figure.value for name, figure in self.figures.items()}
 
     def table(self) -> Table:
-        """Return percent with intervals, and chance where there is one."""
+        """Return a row per figure: percent with interval, and chance level."""
         rows = [
             [name, figure.percent(), figure.chance_percent()]
             for name, figure in self.figures.items()
@@ -152,7 +151,7 @@ class Result:
         """
         notes = [f"Percent; in brackets 95 % bootstrap intervals over {over}.", *self.notes]
         if self.skipped:
-            notes.append(f"Skipped {skipped}: {kinds_in_words(self.skipped)}.")
+            notes.append(f"Skipped {skipped}: {format_kinds(self.skipped)}.")
         return notes
 
     def plain_figures(self) -> dict[str, Any]:
@@ -187,55 +186,53 @@ class Result:
 ARROWS = {"text_to_image": "text → image", "image_to_text": "image → text", "both": "both"}
 
 
-class Saved(NamedTuple):
-    """figures by name, and the name of the one that stands for all."""
+class SavedFigures(NamedTuple):
+    """Figures by name, and the name of the figure that a summary shows."""
 
     figures: dict[str, Figure]
     main: str
 
 
-def saved_figures(content: Mapping[str, Any]) -> Saved:
-    """Return the figures of a result's `to_json`, for retrieval of the last stage."""
+def saved_figures(content: Mapping[str, Any]) -> SavedFigures:
+    """Read the figures in the content of a KIND.json; for retrieval those of its last stage."""
     try:
         # Only retrieval has a list of figures, as their keys have three parts.
         if isinstance(content.get("figures"), list):
-            return _retrieval(content)
+            *_, last = figures_by_stage(content["figures"]).values()
+            return SavedFigures(last, "both mean")
         if content["task"] == "pointing":
-            return _pointing(content)
+            return _pointing_figures(content)
         figures = {name: Figure(**figure) for name, figure in content["figures"].items()}
         main = "match/all/group" if content["task"] == "swaps" else next(iter(figures))
-        return Saved(figures, main)
+        return SavedFigures(figures, main)
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         raise ValueError(f"not the figures of a result ({error!r})") from error
 
 
-def _retrieval(content: Mapping[str, Any]) -> Saved:
-    last = content["figures"][-1]["stage"]
-    figures = {
-        f"{ARROWS[row['direction']]} {row['name']}": Figure(
-            row["value"], row["low"], row["high"], row["chance"]
-        )
-        for row in content["figures"]
-        if row["stage"] == last
-    }
-    return Saved(figures, "both mean")
+def figures_by_stage(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Figure]]:
+    """Return the figures of retrieval by stage and name, from the rows of its JSON file."""
+    stages: dict[str, dict[str, Figure]] = {}
+    for row in rows:
+        figure = Figure(*(float(row[name]) for name in Figure._fields))
+        stages.setdefault(row["stage"], {})[f"{ARROWS[row['direction']]} {row['name']}"] = figure
+    return stages
 
 
-def _pointing(content: Mapping[str, Any]) -> Saved:
+def _pointing_figures(content: Mapping[str, Any]) -> SavedFigures:
     figures = {}
     for kind, kind_figures in content["kinds"].items():
         for name, label in (("pointing", "in its box"), ("any_object", "in any box")):
             figures[f"{kind} words {label}"] = Figure(**kind_figures[name])
         for name, figure in kind_figures.get("controls", {}).items():
             figures[f"{kind} words by {name}"] = Figure(**figure)
-    return Saved(figures, next(iter(figures)))
+    return SavedFigures(figures, next(iter(figures)))
 
 
-NEVER_MATCHED = "its cross-modal encoder was never trained to match (no ITM)"
+UNTRAINED_MATCH = "its cross-modal encoder was never trained to match (no ITM)"
 
 
 def untrained_match_notes(trained: bool, subject: str) -> tuple[str, ...]:
-    """Return a note that `subject` comes from an untrained match score; none for a trained one."""
+    """Return a note that `subject` depends on an untrained match score; empty if `trained`."""
     if trained:
         return ()
-    return (f"The match score was never trained (no ITM): {subject} says nothing.",)
+    return (f"The match score was never trained (no ITM): {subject} is meaningless.",)

@@ -1,4 +1,4 @@
-"""Samples of shard folders in a fixed order, read in blocks by workers; bad ones are counted."""
+"""Samples of shard folders in a fixed order, and workers that read them in blocks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from vlp.training.engines.environment import cores_of_rank
 
 
 class EvaluationError(Redacted, ValueError):
-    """An evaluation that cannot be done; the command prints its message in one line."""
+    """Wrong input of an evaluation; the command prints its message in one line."""
 
 
 @contextmanager
 def single_line_errors() -> Iterator[None]:
-    """Turn a ValueError into one line for the person at the terminal."""
+    """Turn a ValueError into an EvaluationError with its message in one line."""
     try:
         yield
     except ValueError as error:
@@ -47,15 +47,15 @@ class CaptionedSample(NamedTuple):
     image: Image.Image
     captions: list[str]
     annotation: Annotation
-    # Equal for samples of one image: source and image_id.
+    # Source and image_id, equal for all samples of one image.
     identity: tuple[str, str]
     key: str = ""
-    # Hash of the bytes of an image without image_id.
+    # Hash of the image's bytes; empty if it has an image_id.
     digest: str = ""
 
 
 class Samples:
-    """Random access over shard folders, in their order, shard by shard."""
+    """Random access to the samples of shard folders, in the order of folders and shards."""
 
     def __init__(self, folders: Sequence[str | Path], limit: int | None = None) -> None:
         """Open the folders' indices; `limit` keeps the first samples."""
@@ -67,9 +67,9 @@ class Samples:
         return len(self._items)
 
     def read(self, position: int, min_size: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample; a corrupt one is returned as SkippedSample.
+        """Read and decode one sample; return a SkippedSample if it is corrupt.
 
-        min_size: pixels a side that a JPEG may shrink to while it is decoded.
+        min_size: pixels that both sides keep when a JPEG is decoded at a reduced size.
         """
         try:
             raw = self._items.read(position).raw
@@ -82,7 +82,7 @@ class Samples:
         image_id = raw.annotation.image_id
         folder, shard, *_ = self._items.place(position)
         digest = ""
-        # Equal bytes without an image_id are reported, not taken for one image.
+        # Images with equal bytes and no image_id are reported, but not merged.
         if image_id is None:
             digest = raw.image_digest
             shard_name = self._items.indices[folder].shards[shard].name
@@ -97,9 +97,9 @@ class Samples:
 
 
 def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
-    """Return a sample without its blank captions, with word indices of captions adjusted.
+    """Return a sample without blank captions; the caption numbers of its words are adjusted.
 
-    A word of a blank or missing caption makes the annotation bad.
+    The sample is skipped if a word belongs to a blank or missing caption.
     """
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
@@ -116,39 +116,43 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
 
 
 def _canonical_folder(folder: str) -> str:
-    """Return the same for every spelling of a folder."""
+    """Return the absolute path of a folder, the same for every spelling; a URL is unchanged."""
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
 def count_kinds(skipped: Sequence[SkippedSample]) -> dict[str, int]:
-    """Count the bad samples of each kind."""
+    """Return the number of skipped samples by kind."""
     return dict(sorted(Counter(skip.kind for skip in skipped).items()))
 
 
-def kinds_in_words(counts: Mapping[str, int]) -> str:
-    """Format the result of `count_kinds` for a table's notes: `3 no text, 1 unreadable image`."""
+def format_kinds(counts: Mapping[str, int]) -> str:
+    """Format the result of `count_kinds` as text: `3 no text, 1 unreadable image`."""
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 Value = TypeVar("Value")
 
-MOST_WORKERS = 8
-# Bytes; a multiple of every element's size.
-_ALIGNED = 64
+MAX_WORKERS = 8
+# Bytes to which tensors are aligned in a buffer; a multiple of every element's size.
+_ALIGNMENT = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return the reading processes: as given, else 0 on a CPU or this rank's cores up to 8."""
+    """Return the number of worker processes.
+
+    `workers` if set; else 0 on a CPU, and on a GPU this rank's cores, at most 8.
+    """
     if workers is not None:
         return workers
-    return 0 if device.type == "cpu" else min(MOST_WORKERS, cores_of_rank())
+    return 0 if device.type == "cpu" else min(MAX_WORKERS, cores_of_rank())
 
 
 class BlockReader(Generic[Value]):
-    """Values of blocks by number: `reader[block]`.
+    """Reader of blocks by number: `reader[block]` is `read(block)`.
 
-    Inside `ahead`, workers read a block ahead, into pinned memory for a GPU; else only time
-    differs. `read` runs in the workers, without a model, and returns CPU tensors.
+    Within `prefetch`, worker processes read the next blocks meanwhile, into pinned memory for a
+    GPU; the values are the same. `read` runs in the workers: it is picklable, has no model, and
+    returns CPU tensors.
     """
 
     def __init__(
@@ -156,32 +160,38 @@ class BlockReader(Generic[Value]):
     ) -> None:
         self._read, self._pin = read, device.type == "cuda"
         self._workers = workers_for(device, workers)
-        self._ahead = range(0)
+        self._prefetched = range(0)
         self._next = -1
         self._values: Generator[Value, None, None] | None = None
 
     @contextmanager
-    def ahead(self, blocks: range) -> Iterator[None]:
-        """Read these blocks, mostly used and in rising order, ahead of their turn."""
-        self._ahead = blocks if self._workers else range(0)
+    def prefetch(self, blocks: range) -> Iterator[None]:
+        """Read `blocks` ahead of their use; quick if they are used in rising order."""
+        self._prefetched = blocks if self._workers else range(0)
         try:
             yield
         finally:
-            self._ahead = range(0)
+            self._prefetched = range(0)
             self._stop()
 
+    def values(self, blocks: range) -> Iterator[Value]:
+        """Yield the values of `blocks` in order, prefetched."""
+        with self.prefetch(blocks):
+            yield from map(self.__getitem__, blocks)
+
     def __getitem__(self, block: int) -> Value:
-        """Return a block's value; errors of `read` are raised unchanged from any process."""
-        if block not in self._ahead:
+        """Return a block's value; an error of `read` is raised unchanged, also from a worker."""
+        if block not in self._prefetched:
             return self._read(block)
+        # Any other block than the next restarts the workers there.
         if self._values is None or block != self._next:
             self._stop()
-            self._values = self._from_workers(range(block, self._ahead.stop))
-        # After an error, workers are started anew at the next block.
+            self._values = self._from_workers(range(block, self._prefetched.stop))
+        # After an error, no block is the next.
         self._next = -1
         value = next(self._values)
         self._next = block + 1
-        if self._next == self._ahead.stop:
+        if self._next == self._prefetched.stop:
             self._stop()
         return value
 
@@ -191,7 +201,7 @@ class BlockReader(Generic[Value]):
             batch_size=None,
             collate_fn=_identity,
             pin_memory=self._pin,
-            # A loader draws a seed: from its own generator, so that the global one is unchanged.
+            # A loader draws a seed; with its own generator, the global RNG state is unchanged.
             generator=torch.Generator(),
             **worker_settings(min(self._workers, len(blocks)), prefetch=1),
         )
@@ -209,29 +219,29 @@ class BlockReader(Generic[Value]):
 
 
 class _Parcel(NamedTuple):
-    """A value on its way: pickled, but for the bytes of its tensors."""
+    """A value that a worker sends: its pickle without tensors, and the bytes of all its tensors."""
 
     content: bytes
-    # One for all, as each tensor from a DataLoader's worker costs a file descriptor.
-    tensors: Tensor
+    # One buffer, as each tensor from a DataLoader's worker costs a file descriptor.
+    buffer: Tensor
 
     @classmethod
     def of(cls, value: Any) -> _Parcel:
         file = io.BytesIO()
         packer = _Packer(file)
         packer.dump(value)
-        tensors = torch.empty(packer.size, dtype=torch.uint8)
+        buffer = torch.empty(packer.size, dtype=torch.uint8)
         for start, tensor in packer.tensors:
-            stored = tensor.flatten().view(torch.uint8)
-            tensors[start : start + len(stored)] = stored
-        return cls(file.getvalue(), tensors)
+            tensor_bytes = tensor.flatten().view(torch.uint8)
+            buffer[start : start + len(tensor_bytes)] = tensor_bytes
+        return cls(file.getvalue(), buffer)
 
     def value(self) -> Any:
-        return _Unpacker(io.BytesIO(self.content), self.tensors).load()
+        return _Unpacker(io.BytesIO(self.content), self.buffer).load()
 
 
 class _Packer(pickle.Pickler):
-    """Leaves tensors out, and finds each a place."""
+    """Pickler that writes a tensor as its offset in the buffer, dtype and shape."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -241,21 +251,21 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype, torch.Size] | None:
         if type(obj) is not Tensor:
             return None
-        start, self.size = self.size, self.size + -(-obj.nbytes // _ALIGNED) * _ALIGNED
+        start, self.size = self.size, self.size + -(-obj.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.tensors.append((start, obj))
         return start, obj.dtype, obj.shape
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts the tensors back, as views."""
+    """Unpickler that restores tensors as views of the buffer."""
 
-    def __init__(self, file: io.BytesIO, tensors: Tensor) -> None:
+    def __init__(self, file: io.BytesIO, buffer: Tensor) -> None:
         super().__init__(file)
-        self._tensors = tensors
+        self._buffer = buffer
 
     def persistent_load(self, reference: tuple[int, torch.dtype, torch.Size]) -> Tensor:
         start, dtype, shape = reference
-        return self._tensors[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return self._buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 class _FailedRead(NamedTuple):
@@ -273,11 +283,11 @@ class _Blocks(Dataset[_Parcel]):
         try:
             return _Parcel.of(self._read(self._blocks[index]))
         except Exception as error:
-            error.add_note(f"In a process that reads:\n{traceback.format_exc()}")
+            error.add_note(f"In a reading process:\n{traceback.format_exc()}")
             try:
                 pickle.loads(pickle.dumps(error))
             except Exception:
-                # PyTorch sends the text of an error that cannot be pickled.
+                # Not picklable: PyTorch's worker sends the error's text.
                 raise error from None
             return _Parcel.of(_FailedRead(error))
 
@@ -286,10 +296,10 @@ def _identity(parcel: Any) -> Any:
     return parcel
 
 
-def evenly_spread(total: int, limit: int | None) -> list[int]:
-    """Choose `count` of `total` samples, from the first to the last; None is all of them."""
+def evenly_spaced(total: int, limit: int | None) -> list[int]:
+    """Return indices of `limit` of `total` samples, evenly spaced from first to last; None: all."""
     if limit is not None and limit < 1:
         raise EvaluationError(f"limit {limit}: at least one sample is needed")
     count = total if limit is None else min(limit, total)
-    numbers: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    return numbers
+    indices: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    return indices

@@ -1,4 +1,4 @@
-"""Shares of an evaluation's work between ranks, and models in evaluation mode on a device."""
+"""Work of an evaluation split over ranks, and models in evaluation mode on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class ProcessGroup(NamedTuple):
-    """This process among its peers; one process is rank 0 of 1."""
+    """Rank of this process and number of processes; a single process is rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,7 +35,10 @@ class ProcessGroup(NamedTuple):
         return self.rank == 0
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:
-        """Call `work(block)` once for each of `count` blocks; return all results in order."""
+        """Split `work(block)` of `count` blocks over the ranks; return all results in order.
+
+        With fewer blocks than ranks, the last ranks work. An error of one rank is raised on all.
+        """
         local: dict[int, Result] = {}
         failure: Exception | None = None
         try:
@@ -46,7 +49,7 @@ class ProcessGroup(NamedTuple):
             if failure is not None:
                 raise failure
             return [local[block] for block in range(count)]
-        # Every rank must come here, also after an error: the others would wait for it.
+        # Also after an error, as the other ranks wait in this collective call.
         gathered = distributed.gather_to_all((local, None if failure is None else repr(failure)))
         if failure is not None:
             raise failure
@@ -67,11 +70,11 @@ class ProcessGroup(NamedTuple):
 def evaluating(
     model: nn.Module, device: torch.device | str | None = None
 ) -> Iterator[torch.device]:
-    """Move the model, put it into evaluation mode, and yield the device; None is this rank's.
+    """Move the model to the device (None: this rank's), set evaluation mode, yield the device.
 
-    Afterwards the model stays on the device.
+    Afterwards the modes of all submodules are restored; the model stays on the device.
     """
-    # Modes of submodules differ where some are frozen, so that each one is restored.
+    # Frozen submodules may be in evaluation mode while the model trains: store all modes.
     torch_device = torch.device(device) if device is not None else default_device()
     modes = [(module, module.training) for module in model.modules()]
     model.to(torch_device).eval()
@@ -84,8 +87,7 @@ def evaluating(
 
 @contextmanager
 def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
-    """Compute in a precision; None: bf16, and TF32 elsewhere, on GPUs with both, else float32."""
-    # Similarities of features are computed outside, in float32.
+    """Compute in a precision; None: on a GPU with bf16 autocast to it and TF32, else float32."""
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):
             yield
@@ -95,7 +97,7 @@ def inference(device: torch.device, precision: Precision | None) -> Iterator[Non
 
 
 class _Tf32:
-    """TF32 for float32 products of the process, until the last thread inside has left."""
+    """Context in which float32 products use TF32; the setting is global, so threads are counted."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, ""

@@ -29,15 +29,15 @@ from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 
-PLAIN = ("a photo of a {}.",)
+TEMPLATES = ("a photo of a {}.",)
 
 
 class Prompts(NamedTuple):
-    """Labels (class names in the data), names (in prompts), and templates with a {}."""
+    """Classes: labels in the data, names in prompts, and templates with a {} for the name."""
 
     labels: tuple[str, ...]
     names: tuple[str, ...]
-    templates: tuple[str, ...] = PLAIN
+    templates: tuple[str, ...] = TEMPLATES
 
     def of_class(self, index: int) -> list[str]:
         """Return all prompts of one class."""
@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Prompts:
-    """Read class names and templates, one a line, without blank lines.
+    """Read files of class names and templates, one a line; blank lines are ignored.
 
     A line of classes may start with the label in the data: `n02084071<TAB>dog`.
     """
@@ -53,16 +53,16 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
     labels = tuple(line[0].strip() for line in lines)
     if len(set(labels)) < len(labels):
         repeated = next(label for label in labels if labels.count(label) > 1)
-        raise EvaluationError(f"{classes}: the class {repeated!r} comes twice")
+        raise EvaluationError(f"{classes}: the class {repeated!r} is listed twice")
     if len(labels) < 2:
-        raise EvaluationError(f"{classes}: one class leaves nothing to choose")
-    prompts = PLAIN if templates is None else tuple(_lines(templates))
-    for template in prompts:
+        raise EvaluationError(f"{classes}: list at least two classes")
+    template_lines = TEMPLATES if templates is None else tuple(_lines(templates))
+    for template in template_lines:
         if "{}" not in template:
             raise EvaluationError(
                 f"{templates}: the template {template!r} has no {{}} for the class name"
             )
-    return Prompts(labels, tuple(line[-1].strip() for line in lines), prompts)
+    return Prompts(labels, tuple(line[-1].strip() for line in lines), template_lines)
 
 
 def class_features(
@@ -72,7 +72,7 @@ def class_features(
 ) -> NDArray[np.float64]:
     """Compute (classes, d) normalised means of each class's prompt features (CLIP, 3.1.4).
 
-    `encode` turns one class's prompts into (prompts, d) unit features; `processes` share classes.
+    encode: prompts of one class -> unit features (prompts, d). processes: split the classes.
     """
 
     def class_feature(index: int) -> NDArray[np.float64]:
@@ -89,18 +89,18 @@ def _lines(path: str | Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path}: cannot be read ({error})") from error
     if not lines:
-        raise EvaluationError(f"{path}: is empty; write one name a line")
+        raise EvaluationError(f"{path} is empty; write one name or template a line")
     return lines
 
 
-class JoinedImages:
-    """Images of several sources, by number; `limit` keeps the first ones."""
+class ConcatImages:
+    """Labelled images of several folders or tars as one data set, of at most `limit` images."""
 
     def __init__(
         self, paths: Sequence[str | Path], labels: Sequence[str], field: str, limit: int | None
     ) -> None:
         if not paths:
-            raise EvaluationError("no shard folder is given")
+            raise EvaluationError("name a shard folder: --shards DIR")
         if limit is not None and limit < 1:
             raise EvaluationError(f"limit {limit}: at least one image is needed")
         self.folders = tuple(map(str, paths))
@@ -112,36 +112,38 @@ class JoinedImages:
         return self._length
 
     def read(self, number: int) -> Labelled:
-        """Return one of them; raises BadSample."""
+        """Read image `number` of the data set; raise BadSample to skip it."""
         source = bisect_right(self._ends, number)
         return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
 
 
-MOST_CLASSES, ENDS = 20, 10
-_PAIRS = 256
+# With more than 20 classes, the table has the 10 worst and the 10 best.
+MAX_ROWS, END_ROWS = 20, 10
+# Pairs of one call of the cross-modal encoder.
+MATCH_BATCH = 256
 
 
 @dataclass(frozen=True)
 class ZeroShotResult(Result):
-    """Zero-shot figures; `classes` has the final stage's accuracy of each class with images."""
+    """Zero-shot figures; `classes`: accuracy by class, of classes with images, after re-ranking."""
 
     classes: dict[str, Figure] = field(default_factory=dict)
 
     def table(self) -> Table:
-        """Return a table of all figures, and of classes, the worst and best of many."""
+        """Return a row per figure and class; of many classes, the worst and the best."""
         table = super().table()
         classes = list(self.classes.items())
         notes = list(table.notes)
-        if len(classes) > MOST_CLASSES:
-            # A table of a thousand classes tells less than its two ends.
+        if len(classes) > MAX_ROWS:
             ordered = sorted(classes, key=lambda item: item[1].value)
-            classes = [*ordered[:ENDS], *ordered[-ENDS:]]
-            notes.append(f"Classes: the worst {ENDS} and the best {ENDS} of {len(ordered)}.")
+            classes = [*ordered[:END_ROWS], *ordered[-END_ROWS:]]
+            ends = f"the worst {END_ROWS} and the best {END_ROWS}"
+            notes.append(f"Classes: {ends} of {len(ordered)}.")
         rows = [[f"class {name}", figure.percent(), ""] for name, figure in classes]
         return table._replace(rows=[*table.rows, *rows], notes=notes)
 
     def plain_figures(self) -> dict[str, Any]:
-        """Return the figures of every task, and the classes."""
+        """Return figures and accuracy by class, as plain JSON values."""
         classes = {name: figure._asdict() for name, figure in self.classes.items()}
         return {**super().plain_figures(), "classes": classes}
 
@@ -158,13 +160,16 @@ def evaluate_zeroshot(
 ) -> ZeroShotResult:
     """Compute `top-1`, `top-5` and the mean over classes; the same for any number of ranks.
 
-    Shard folders, folders of class folders or tars of such are one set; the class is annotation
-    `label_field`. Cross-modal log-odds for `match` classes of each image, averaged over a class's
-    prompts, are added to similarity / temperature ("sum"), or replace it ("match").
+    Args:
+        shards: shard folders, folders of class folders, or tars of class folders, as one data set.
+        label_field: field of a shard's annotation with the class.
+        match: number of nearest classes of each image that the cross-modal encoder re-ranks.
+        match_by: the mean log-odds of a class's prompts are added to similarity / temperature
+            ("sum"), or replace it ("match").
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
-    images = JoinedImages(shards, prompts.labels, label_field, options.limit)
+    images = ConcatImages(shards, prompts.labels, label_field, options.limit)
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
@@ -177,23 +182,23 @@ def evaluate_zeroshot(
         pixels = torch.stack([item for _, item in examples]).to(torch_device)
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
+        # In float64, ties are equal prompts, not rounding.
         similarity = require_finite(image.feature.double().cpu().numpy()) @ features.T
-        # Unit features in float64: ties are equal prompts, not rounding.
         stages = {"dual": similarity}
         if top:
             nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
             with torch.no_grad(), inference(torch_device, options.precision):
-                odds = _log_odds(model, image, nearest, states)
+                new_scores = _log_odds(model, image, nearest, prompt_features)
             if match_by == "sum":
-                odds += np.take_along_axis(similarity, nearest, 1) / temperature
-            stages["match"] = rerank_scores(similarity, nearest, odds)
+                new_scores += np.take_along_axis(similarity, nearest, 1) / temperature
+            stages["match"] = rerank_scores(similarity, nearest, new_scores)
         return [
             _row(item, {name: scores[row] for name, scores in stages.items()}, prompts)
             for row, (item, _) in enumerate(examples)
         ]
 
     with evaluating(model, options.device) as torch_device:
-        states: BlockCache[int] = BlockCache(
+        prompt_features: BlockCache[int] = BlockCache(
             lambda index: Block(encode(prompts.of_class(index))), GIBIBYTE
         )
         features = class_features(
@@ -205,8 +210,8 @@ def evaluate_zeroshot(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )
     notes = untrained_match_notes(model.match_is_trained or not top, "their new order")
-    if twins := len(prompts.names) - len({normalised_caption(name) for name in prompts.names}):
-        notes = (*notes, f"{twins} classes have the name of an earlier one and never win.")
+    if repeats := len(prompts.names) - len({normalised_caption(name) for name in prompts.names}):
+        notes = (*notes, f"{repeats} classes repeat an earlier name and are never predicted.")
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
 
@@ -215,9 +220,9 @@ def rerank_scores(
 ) -> NDArray[np.float64]:
     """Return (images, classes) scores with `nearest`, in the order of `new_scores`, above the rest.
 
-    `nearest` (images, top) are the best classes, `new_scores` their new scores.
+    nearest: indices (images, top) of the best classes; new_scores: their new scores.
     """
-    # A NaN ranks last among `nearest`. The initial value serves blocks that are empty or all NaN.
+    # A NaN ranks last among `nearest`. `initial` is for a block that is empty or all NaN.
     lowest = np.nanmin(new_scores, initial=0) - 1
     reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
     np.put_along_axis(reranked, nearest, np.where(np.isnan(new_scores), lowest, new_scores), axis=1)
@@ -229,34 +234,36 @@ def _pixels(preprocess: Callable[[Any], Tensor], item: Labelled, number: int) ->
 
 
 def _log_odds(
-    model: VLPModel, image: ImageFeatures, nearest: NDArray[np.int64], states: BlockCache[int]
+    model: VLPModel,
+    image: ImageFeatures,
+    nearest: NDArray[np.int64],
+    prompt_features: BlockCache[int],
 ) -> NDArray[np.float64]:
-    """Compute (images, top) mean log-odds of a class's prompts."""
-    pairs = [(row, int(number)) for row, classes in enumerate(nearest) for number in classes]
-    prompts = len(states[pairs[0][1]].features.feature)
-    step = max(1, _PAIRS // prompts)
-    odds_of_parts = []
+    """Compute log-odds (images, top), each the mean over a class's prompts."""
+    pairs = [(row, int(index)) for row, classes in enumerate(nearest) for index in classes]
+    prompts = len(prompt_features[pairs[0][1]].features.feature)
+    step = max(1, MATCH_BATCH // prompts)
+    parts = []
     for start in range(0, len(pairs), step):
-        part = pairs[start : start + step]
-        texts = TextFeatures(
-            *(torch.cat(rows) for rows in zip(*(states[number].features for _, number in part)))
-        )
-        rows = torch.tensor([row for row, _ in part], device=image.states.device)
+        chunk = pairs[start : start + step]
+        blocks = [prompt_features[index].features for _, index in chunk]
+        texts = TextFeatures(*map(torch.cat, zip(*blocks)))
+        rows = torch.tensor([row for row, _ in chunk], device=image.states.device)
         odds = model.match(image.select(rows.repeat_interleave(prompts)), texts)
-        odds_of_parts.append(odds.double().view(len(part), prompts).mean(1).cpu().numpy())
-    return np.concatenate(odds_of_parts).reshape(nearest.shape)
+        parts.append(odds.double().view(len(chunk), prompts).mean(1).cpu().numpy())
+    return np.concatenate(parts).reshape(nearest.shape)
 
 
 def _row(
     item: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
-    """Return the prediction, and ranks of the right class from 1."""
-    # Ties and NaN count against the model.
+    """Return a row with the prediction, and the ranks of the right class by stage, from 1."""
     final = list(stages.values())[-1]
     return {
         "key": item.key or item.where,
         "label": prompts.labels[item.label],
         "prediction": prompts.labels[int(final.argmax())],
+        # Ties and NaN count against the model.
         "ranks": {
             name: int((~(scores < scores[item.label])).sum()) for name, scores in stages.items()
         },
@@ -269,9 +276,9 @@ def _result(
     skipped: dict[str, int],
     folders: tuple[str, ...],
     prompts: Prompts,
-    reranked: int,
+    top: int,
     resamples: int,
-    untrained: tuple[str, ...],
+    more_notes: tuple[str, ...],
 ) -> ZeroShotResult:
     classes = len(prompts.labels)
     ranks = {name: np.array([row["ranks"][name] for row in rows]) for name in rows[0]["ranks"]}
@@ -286,16 +293,17 @@ def _result(
     hits, labels = values["top-1"], np.array([row["label"] for row in rows])
     clusters = [row["image"] for row in rows]
     masks = {name: labels == name for name in prompts.labels if (labels == name).any()}
-    share = sum(mask / mask.sum() for mask in masks.values())
+    # Every class has the same total weight.
+    item_weights = np.asarray(sum(mask / mask.sum() for mask in masks.values()))
     values["mean over classes"], chances["mean over classes"] = hits, 1 / classes
     figures = clustered_figures(
-        values, clusters, chances, resamples, {"mean over classes": np.asarray(share)}
+        values, clusters, chances, resamples, {"mean over classes": item_weights}
     )
     by_class = clustered_figures(dict.fromkeys(masks, hits), clusters, {}, resamples, masks)
     notes = [f"{classes} classes, {len(prompts.templates)} prompts each."]
-    if reranked:
-        notes.append(f"The best {reranked} classes were scored again by the cross-modal encoder.")
-    notes += untrained
+    if top:
+        notes.append(f"The best {top} classes were scored again by the cross-modal encoder.")
+    notes += more_notes
     if len(masks) < classes:
         notes.append(f"There are images of {len(masks)} classes.")
     return ZeroShotResult(

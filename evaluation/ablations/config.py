@@ -12,14 +12,14 @@ from vlp.config import Config, LocalPath
 
 
 def _check_nesting(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Refuse a key together with one that contains it, as `training.steps` and `training`."""
+    """Refuse a key together with a part of it, such as `training.steps` and `training`."""
     # Both set the same value, so that the order of the keys would decide.
     for key in overrides:
         for outer in overrides:
             if key.startswith(f"{outer}."):
                 raise ValueError(
-                    f"{key} and {outer} are both there; on the command line write "
-                    f"overrides='{{{key}: ...}}' for the first"
+                    f"{key} and {outer} set the same value: remove one (on the command line, write "
+                    f"overrides='{{{key}: ...}}' for {key})"
                 )
     return overrides
 
@@ -142,7 +142,7 @@ class AblationConfig(Config):
         for table in self.tables:
             variants |= {table.reference, *(row.variant for row in table.rows)}
             for row in table.rows:
-                # A row without any of the paper's figures is the repository's own.
+                # Rows that the paper lacks have no figures of the paper.
                 if row.paper and len(row.paper) != len(table.paper):
                     counts = f"{len(row.paper)} figures, the table {len(table.paper)}"
                     raise ValueError(f"{table.title}: {row.label} has {counts}")
@@ -151,14 +151,16 @@ class AblationConfig(Config):
         return self
 
     def evaluation(self) -> dict[str, Any]:
-        """Return all that the figures of a trained run depend on, as plain JSON values."""
-        # `result.json` stores these values: a run is evaluated again where they differ.
+        """Return the settings of the evaluation, as plain JSON values.
+
+        `result.json` stores them: a run is evaluated again if they differ.
+        """
         keys = {"scenes", "measured", "fine_tuned", "frozen", "limit"}
         return self.model_dump(mode="json", include=keys, exclude_none=True)
 
 
 class ResultConfig(Config):
-    """A result of docs/results: the ablation or the command that makes it."""
+    """A result of docs/results: the ablation or the command that reproduces it."""
 
     about: str = Field(description="what was measured, and what the paper measured")
     ablation: str | None = Field(None, description="configuration, in the folder above this file")

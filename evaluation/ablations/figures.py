@@ -1,4 +1,4 @@
-"""Evaluation of a finished run: figures by name, and the ranks of each query."""
+"""Evaluation of a trained run: figures by name, and the ranks of each query."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str, Any]:
-    """Return the content of `result.json`; write the ranks of queries, if there is retrieval."""
+    """Evaluate a run and return the content of `result.json`; retrieval also writes QUERIES."""
     import torch
 
-    # The evaluation runs in the worker itself, so OMP_NUM_THREADS of the training does not apply.
+    # OMP_NUM_THREADS is set for the process of the training alone.
     torch.set_num_threads(threads)
     if config.scenes is not None:
         figures = evaluate_scenes(folder, Path(config.scenes))
@@ -41,7 +41,7 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
 def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     """Evaluate swaps in three views, recall at 1, pointing and paths on held-out scenes.
 
-    Figures are percent, except the spread of paths, in patches and tokens.
+    Figures are in percent, except the spread of paths (patches and tokens).
     """
     import vlp
     from evaluation.probes.swaps import evaluate_swaps
@@ -51,7 +51,7 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
     loaded = vlp.load(folder / "model")
     figures: dict[str, float] = {}
     views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
-    # No interval is stored, as the report computes its own over seeds: one resample will do.
+    # One resample, as intervals are not stored: the report computes intervals over seeds.
     for view in views:
         swaps = evaluate_swaps(
             loaded, [scenes / "swaps"], view=view, options=EvalOptions(resamples=1)
@@ -78,10 +78,10 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
 
 
 def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
-    """Evaluate recall of the dual encoder (`dual/...`) and re-ranked, and foils by kind.
+    """Evaluate recall and foils in percent, and losses: `list_loss/...` and `last_losses`.
 
-    Figures are percent, `rerank/...` by similarity plus match score, `match/...` by the match score
-    alone. Losses are added: `list_loss/...` in nats, and `last_losses`.
+    Recall is of the dual encoder (`dual/...`), and re-ranked by similarity plus match score
+    (`rerank/...`) and by the match score alone (`match/...`). List losses are in nats.
     """
     import vlp
     from evaluation.probes.foils import evaluate_foils
@@ -103,19 +103,20 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
     file = folder / "report.json"
     run_report = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    # A model folder that this ablation did not train has neither report nor log.
+    # A model that the ablation did not train has neither report nor log.
     log, _ = read_log(folder / "log.jsonl")
     return figures | last_losses(log, run_report.get("resumed_at_steps", ()))
 
 
 def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()) -> dict[str, float]:
-    """Return the mean of each loss over the last fifth of a training's steps, `training/NAME`.
+    """Return the mean of each loss over the last fifth of a training's steps, as `training/NAME`.
 
     resumes: steps at which the training was resumed.
     """
     losses: dict[str, list[tuple[float, float]]] = {}
     previous = 0
-    # A log line averages the steps since the line before it, or since the resume in between.
+    # A log line averages the steps since the previous line, or since a resume after it. Then it
+    # weighs by its share of the steps.
     for row in log:
         step = row["step"]
         start = max([previous, *(resume for resume in resumes if resume < step)])
@@ -126,16 +127,15 @@ def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()) -
                 if name.startswith("loss/") and value is not None:
                     key = f"training/{name.removeprefix('loss/')}"
                     losses.setdefault(key, []).append((value, share))
-        # Only lines of training count samples; those of validations average nothing.
+        # Lines of validations have no `samples`, and average no steps.
         if "samples" in row:
             previous = step
     return {name: _mean(values) for name, values in losses.items()}
 
 
 def _mean(weighted: Sequence[tuple[float, float]]) -> float:
-    """Average (value, weight) pairs."""
     values, weights = zip(*weighted)
-    # `mean` is exact, so that figures without a resume do not depend on rounding.
+    # Without a resume all weights are equal; `mean` does not round in between.
     return mean(values) if len(set(weights)) == 1 else fmean(values, weights)
 
 
@@ -156,9 +156,9 @@ def evaluate_fine_tuned(folder: Path, settings: FineTunedConfig) -> dict[str, fl
 
 
 def write_queries(folder: Path, recall: RetrievalResult) -> None:
-    """Write a row per query: image, caption number, and the first right rank in each ranking.
+    """Write a row per query: direction, image, caption index, and rank of the best positive.
 
-    Ranks start at 1; a bootstrap over images and seeds reads them.
+    Ranks are by stage, from 1; `evaluation.ablations.tables` bootstraps them.
     """
     from evaluation.ablations.tables import QUERIES, pd
 

@@ -1,7 +1,7 @@
 """Runs of an ablation: each variant trained with each seed by `vlp train` or `vlp finetune`.
 
-Finished runs are kept, stopped ones resume, and a changed evaluation is repeated without training.
-OUTPUT/VARIANT/SEED is a training's folder; `result.json` holds its figures, `queries.csv` ranks.
+Finished runs are reused, interrupted runs resume, and a changed evaluation needs no new training.
+OUTPUT/VARIANT/SEED is a run's folder; `result.json` holds its figures, `queries.csv` ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlp.training.run_folder import compare
 
 VLP = (sys.executable, "-m", "launch")
 RESULT = "result.json"
-_WATCH_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 # Figures by variant and seed.
 Results = dict[tuple[str, int], dict[str, float]]
@@ -38,7 +38,7 @@ Evaluate = Callable[[Path, int], dict[str, Any]]
 
 
 class Run(NamedTuple):
-    """One training: its name `VARIANT/SEED`, folder, resumable command, and the command's input."""
+    """One training: name `VARIANT/SEED`, folder, command, and the configuration of the command."""
 
     name: str
     folder: Path
@@ -53,23 +53,26 @@ class Run(NamedTuple):
         return self.name.rpartition("/")[0]
 
     def read(self) -> RunConfig:
-        """Read the configuration that the command trains with."""
+        """Return the resolved configuration of the training."""
         return load_config(self.config, self.schema, self.changes, "its overrides")
 
     def result(self, evaluation: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the stored result; None without one of this evaluation."""
+        """Return the stored result; None if missing or of another evaluation (None: any)."""
         file = self.folder / RESULT
         stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else None
         return stored if stored and evaluation in (None, stored["evaluation"]) else None
 
 
 def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list[Run]:
-    """List all runs, seed by seed; the training's configuration is relative to `source`."""
+    """List the runs of the variants `only` (empty: of all variants); `source` is `config`'s file.
+
+    Variants with the most seeds come first, seed by seed, so that an interrupted ablation has
+    complete seeds.
+    """
     if unknown := sorted(set(only) - set(config.variants)):
         names = ", ".join(config.variants)
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {names}")
     seeds = {n: config.seeds[: v.seeds] for n, v in config.variants.items() if n in (only or [n])}
-    # A grid that is stopped has whole seeds, of the variants with the most seeds first.
     order = [(-len(group), row, name) for name, group in seeds.items() for row in range(len(group))]
     file = source.parent / config.training.config
     task = read_values(file)[0].get("task")
@@ -90,8 +93,10 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
 
 
 def check(runs: Sequence[Run]) -> None:
-    """Read the settings of each variant, before one of them is trained."""
-    # Seeds of a variant share its settings: one run of each is read.
+    """Raise ConfigError for wrong settings of a variant, or a folder with a run of other settings.
+
+    Seeds of a variant share settings, so one run of each variant is read.
+    """
     for run in {run.variant: run for run in runs}.values():
         try:
             run.read()
@@ -101,7 +106,7 @@ def check(runs: Sequence[Run]) -> None:
         if (file := run.folder / "config.yaml").is_file():
             config = run.read()
             saved = parse_yaml(file.read_text(encoding="utf-8"))
-            # Tolerated differences let a run resume, but its row would mix two settings.
+            # A run resumes despite tolerated differences, but its figures would mix two settings.
             comparison = compare(saved, config.model_dump(mode="json"), config)
             if differences := comparison.fatal + comparison.tolerated:
                 raise ConfigError(
@@ -150,10 +155,9 @@ def do_runs(
     evaluation: dict[str, Any] | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Do the runs that have no result of this evaluation, `jobs` side by side."""
-    todo = [run for run in runs if run.result(evaluation) is None]
-    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
-    # Runs share the cores, unless the user sets their threads; "4,2" has the nested levels, too.
+    """Train and evaluate the runs without a result of this evaluation, `jobs` side by side."""
+    todo = _unfinished(runs, evaluation, say)
+    # Runs share the cores. The user may set threads: of "4,2", the outer of two nested levels.
     outer_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(outer_level or max(1, (os.cpu_count() or 1) // jobs))
     work = partial(_work, evaluate=evaluate, threads=threads)
@@ -162,13 +166,21 @@ def do_runs(
         say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 
 
+def _unfinished(
+    runs: Sequence[Run], evaluation: dict[str, Any] | None, say: Callable[[str], object]
+) -> list[Run]:
+    todo = [run for run in runs if run.result(evaluation) is None]
+    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    return todo
+
+
 def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
-    """Train and evaluate one run; returns its name and the seconds it took."""
-    # Raises in a worker whose pool was interrupted, before the next training starts.
+    """Train and evaluate one run; return its name and the seconds."""
+    # Raises if the pool was interrupted, before the next training starts.
     go_on()
     started = time.monotonic()
     try:
-        # The model folder is written last: without it, the training resumes.
+        # A training writes the model folder last: without it, the training resumes.
         if not (run.folder / "model").is_dir():
             run_logged(run.command, run.folder.with_suffix(".log"), threads)
         write_json(run.folder / RESULT, evaluate(run.folder, threads), indent=1)
@@ -181,11 +193,9 @@ def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
 def _train_frozen(
     runs: Sequence[Run], config: AblationConfig, frozen: FrozenConfig, say: Callable[[str], object]
 ) -> None:
-    """Train and test runs that share stored tokens."""
-    # One after another in this process: the blocks below were computed once for all of them.
+    """Train and test runs one after another; all read the same stored tokens."""
     evaluation = config.evaluation()
-    todo = [run for run in runs if run.result(evaluation) is None]
-    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    todo = _unfinished(runs, evaluation, say)
     for number, run in enumerate(todo, 1):
         training = run.read()
         if not isinstance(training, VisionConfig):
@@ -198,9 +208,9 @@ def _train_frozen(
 
 
 def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
-    """Run a command to its end, and terminate it if the caller is interrupted."""
+    """Run a command with its output in `log`, and terminate it if the caller is interrupted."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The command imports the same modules as this process, also from a checkout.
+    # In a checkout, the command imports the modules of the checkout, too.
     path = os.pathsep.join(filter(None, sys.path))
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -213,9 +223,9 @@ def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
     try:
         while process.poll() is None:
             go_on()
-            time.sleep(_WATCH_SECONDS)
+            time.sleep(_POLL_SECONDS)
     finally:
-        # A training ends with a checkpoint; a process that has ended ignores the signal.
+        # An interrupted training writes a checkpoint; for an ended process this does nothing.
         process.terminate()
         process.wait()
     if process.returncode:

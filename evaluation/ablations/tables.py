@@ -30,12 +30,12 @@ NOTES = (
 )
 RECALL = re.compile(r"(match|rerank|dual)/(\w+)/R@(\d+)")
 RESAMPLES = 10_000
-# Ranks (from 1) of the first right answer to every query, next to `result.json`.
+# Rank (from 1) of the best positive of every query, next to `result.json`.
 QUERIES = "queries.csv"
 
 
 def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataFrame:
-    """Return a line for each run, by `variant` and `seed`, and a column for each figure."""
+    """Return a frame with a row per run, indexed by `variant` and `seed`, a column per figure."""
     index = pd.MultiIndex.from_tuples(list(results), names=["variant", "seed"])
     frame = pd.DataFrame(list(results.values()), index=index if len(results) else None)
     return frame.sort_index().sort_index(axis=1)
@@ -43,7 +43,7 @@ def to_frame(results: Mapping[tuple[str, int], Mapping[str, float]]) -> pd.DataF
 
 def read_figures(file: Path) -> pd.DataFrame:
     """Read a CSV of figures, as `report` writes it."""
-    # A variant may be named by digits alone, which pandas would read as numbers.
+    # Variants called by digits alone stay strings.
     return pd.read_csv(file, index_col=["variant", "seed"], dtype={"variant": str})
 
 
@@ -68,7 +68,7 @@ def report(config: AblationConfig, figures: pd.DataFrame) -> str:
 def values_of(
     figures: pd.DataFrame, variant: str, names: Sequence[str], view: str = "image"
 ) -> pd.Series:
-    """Return the mean of some figures by seed, of runs with all of them."""
+    """Return the mean of the figures `names` by seed, of runs that have all these figures."""
     names = [name.format(view=view) for name in names]
     # A frame without rows has no index level to select by.
     if len(figures):
@@ -84,7 +84,7 @@ def paired_tests(
     """Compare each row with the table's reference over the seeds that both have.
 
     A recall with ranks in `output` is bootstrapped over seeds and images; every other figure has a
-    paired t-test over seeds. Each row and tested figure with two seeds or more gives a line:
+    paired t-test over seeds. Returns a line for each row and tested figure with two seeds or more:
     `mean`, `deviation`, `low` and `high` (95 % interval) of the differences, `p`, `holm`.
     """
     lines = []
@@ -138,7 +138,7 @@ def bootstrap(differences: np.ndarray) -> dict[str, float]:
 
     `differences` are (seeds, images), each the mean over the captions of an image.
     """
-    # A fixed seed: the same runs give the same table.
+    # A fixed seed: equal runs have equal tables.
     random = np.random.default_rng(0)
     seeds, images = differences.shape
     means = np.array(
@@ -168,7 +168,7 @@ def paired_t_test(differences: Sequence[float]) -> dict[str, float]:
 
 def holm(p: Sequence[float]) -> list[float]:
     """Adjust p values of one family by Holm's step-down method (Holm 1979)."""
-    # The i-th smallest of m is multiplied by m - i + 1; none is below the previous one, or above 1.
+    # The i-th smallest of m is multiplied by m - i + 1; then p is made non-decreasing, at most 1.
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
     adjusted = np.empty_like(values)
@@ -187,14 +187,14 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
         cells = [row.label]
         for name in table.figures.values():
             values = values_of(figures, row.variant, [name], row.view)
-            cells.append(_mean(values, table.decimals) if _has_view(row, [name]) else "")
+            cells.append(_mean_text(values, table.decimals) if _has_view(row, [name]) else "")
         for head, names in tested.items():
             if (row.label, head) in by_cell.index:
                 cells.append(_difference_text(by_cell.loc[(row.label, head)], table.decimals))
             else:
-                # The reference itself and views without the figure leave the cell empty.
-                plain = row.view == "image" and row.variant == table.reference
-                cells.append("" if plain or not _has_view(row, names) else "–")
+                # Empty for the reference, and for views that the figure does not have.
+                is_reference = row.view == "image" and row.variant == table.reference
+                cells.append("" if is_reference or not _has_view(row, names) else "–")
         cells.append(str(_seeds(figures, row.variant)))
         cells += [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
         rows.append(cells)
@@ -218,8 +218,8 @@ def _seeds(figures: pd.DataFrame, variant: str) -> int:
     return int((figures.index.get_level_values("variant") == variant).sum()) if len(figures) else 0
 
 
-def _mean(values: pd.Series, decimals: int) -> str:
-    """Return `71.0 ± 1.2`, or a dash where there is nothing."""
+def _mean_text(values: pd.Series, decimals: int) -> str:
+    """Return `71.0 ± 1.2`, or a dash without values."""
     if not len(values):
         return "–"
     spread = f" ± {values.std(ddof=1):.{decimals}f}" if len(values) > 1 else ""
@@ -230,9 +230,5 @@ def _difference_text(test: Any, decimals: int) -> str:
     """Return `+3.1 [0.1, 6.1], p 0.041, Holm 0.082`."""
     mean, low, high = (f"{test[key]:.{decimals}f}" for key in ("mean", "low", "high"))
     sign = "" if mean.startswith("-") else "+"
-    p, adjusted = (_p(test[key]) for key in ("p", "holm"))
-    return f"{sign}{mean} [{low}, {high}], p {p}, Holm {adjusted}"
-
-
-def _p(p: float) -> str:
-    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+    p, holm_p = (f"{test[key]:.3f}" if test[key] >= 0.001 else "< 0.001" for key in ("p", "holm"))
+    return f"{sign}{mean} [{low}, {high}], p {p}, Holm {holm_p}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 app = new_app()
 RESULTS = Path("configs/ablation/results/tables.yaml")
-# Rows of the model with its default positions, and without positions.
+# Variants of the model with its default positions, and without positions.
 OWN, NONE = "own", "none"
 
 
@@ -40,8 +41,8 @@ def ablate(
 ) -> None:
     """Train variants of a model with several seeds, evaluate them, and print tables.
 
-    Finished runs are kept, so the same command goes on where it was stopped, and evaluates again
-    where only the evaluation changed.
+    Finished runs are reused, so the same command resumes an ablation. If only the evaluation
+    changed, finished runs are evaluated again.
 
     \b
       vlp ablate --config configs/ablation/cross_distance.yaml
@@ -70,7 +71,7 @@ def reproduce(
 ) -> int:
     """Run a result of docs/results again, and print its stored tables and the new ones.
 
-    Finished runs in --out are kept, so an interrupted result continues.
+    Finished runs in --out are reused, so the same command resumes an interrupted result.
 
     \b
       vlp reproduce fourier_widgets --seeds 0,1 --only embed,sine
@@ -108,7 +109,8 @@ def compare(
         str,
         Option(
             metavar="NAME,...",
-            help="of `vlp positions list`, as irpe-product:qk where it acts; none: no positions",
+            help="of `vlp positions list`, with roles and options as in irpe-product:qk:mode=bias; "
+            "none: no positions",
         ),
     ],
     train: Annotated[str, Option(metavar="DIR", help="class folders of images, or a tar of them")],
@@ -121,7 +123,7 @@ def compare(
         Option(help="encodings stand beside the model's own positions, or replace them"),
     ] = "drop",
     reference: Annotated[
-        str, Option(metavar="NAME", help="what is compared with; own: the model as it is")
+        str, Option(metavar="NAME", help="encoding to compare with; own: the unchanged model")
     ] = OWN,
     jobs: Annotated[int, Option(parser=positive, metavar="N", help="runs side by side")] = 1,
     plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,
@@ -131,8 +133,8 @@ def compare(
     """Train a timm model with each of several encodings, and compare them over seeds.
 
     The report has means with intervals, differences to the reference with paired t-tests and Holm's
-    correction: report.md, report.tex, figures.csv and tests.csv in --out. Runs that are
-    finished are kept, so the same command goes on where it stopped.
+    correction: report.md, report.tex, figures.csv and tests.csv in --out. Finished runs are reused,
+    so the same command resumes a comparison.
 
     \b
       vlp positions compare --model vit_small_patch16_224 --encodings rope-mixed,irpe-product:k \\
@@ -143,18 +145,21 @@ def compare(
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.grid import check
     from evaluation.ablations.grid import plan as plan_runs
-    from vlp.config import ConfigError, dump_yaml, load_config, load_plugins, parse_yaml
+    from vlp.config import ConfigError, dump_yaml, load_plugins, parse_yaml, validate
     from vlp.io import write_text
     from vlp.models.vision.backbone import create_backbone
 
     load_plugins(plugin or ())
-    # The reference is the table's first row, listed or not.
-    parts: dict[str, dict[str, Any]] = {}
+    # Encoding of each variant. `own` or `none` is the first row if it is the reference.
+    variants: dict[str, dict[str, Any]] = {}
     for spec in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
-        name, colon, roles = spec.strip().partition(":")
-        encoding = {"name": name, **({"roles": roles} if colon else {})}
-        parts[spec.strip()] = {} if name in (OWN, NONE) else encoding
-    shared: dict[str, Any] = {
+        name, *settings = spec.strip().split(":")
+        encoding: dict[str, Any] = {"name": name}
+        for setting in settings:
+            key, equals, value = setting.partition("=")
+            encoding |= {key: parse_yaml(value)} if equals else {"roles": setting}
+        variants[spec.strip()] = {} if name in (OWN, NONE) else encoding
+    changes: dict[str, Any] = {
         "task.model.name": model,
         "task.data.train": train,
         "task.data.test": test,
@@ -165,13 +170,13 @@ def compare(
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
-        shared[key] = parse_yaml(value)
+        changes[key] = parse_yaml(value)
     values = {
         "output": str(out),
         "plugins": [str(Path(p).resolve()) if p.endswith(".py") else p for p in plugin or ()],
         "seeds": parse_yaml(f"[{seeds}]"),
         "jobs": jobs,
-        "training": {"config": "training.yaml", "overrides": shared},
+        "training": {"config": "training.yaml", "overrides": changes},
         "variants": {
             name: {
                 "overrides": {
@@ -179,7 +184,7 @@ def compare(
                     "task.model.absolute": {OWN: "keep", NONE: "drop"}.get(name, absolute),
                 }
             }
-            for name, encoding in parts.items()
+            for name, encoding in variants.items()
         },
         "tables": [
             {
@@ -187,21 +192,24 @@ def compare(
                 "figures": {"top-1": "top1", "top-5": "top5", "loss": "loss"},
                 "reference": reference,
                 "decimals": 2,
-                "rows": [{"label": name, "variant": name} for name in parts],
+                "rows": [{"label": name, "variant": name} for name in variants],
             }
         ],
     }
+    config = validate(values, AblationConfig, "vlp positions compare")
+    training = "task: {kind: classification}\n"
+    # Everything is checked, encodings by building the models, before --out is written.
+    with tempfile.TemporaryDirectory() as scratch:
+        write_text(Path(scratch) / "training.yaml", training)
+        check(runs := plan_runs(config, Path(scratch) / "comparison.yaml"))
+        for run in {run.variant: run for run in runs}.values():
+            task: Any = run.read().task  # type: ignore[attr-defined]
+            untrained = task.model.model_copy(update={"pretrained": False})
+            create_backbone(untrained, num_classes=2, img_size=task.data.image_size)
     # The comparison is an ablation: its file can be edited and run by `vlp ablate`.
     file = out / "comparison.yaml"
-    write_text(out / "training.yaml", "task: {kind: classification}\n")
+    write_text(out / "training.yaml", training)
     write_text(file, f"# vlp ablate --config {file}\n{dump_yaml(values)}")
-    config = load_config(file, AblationConfig)
-    check(runs := plan_runs(config, file))
-    for run in {run.variant: run for run in runs}.values():
-        # An encoding that does not fit the model is found before anything is trained.
-        task: Any = run.read().task  # type: ignore[attr-defined]
-        untrained = task.model.model_copy(update={"pretrained": False})
-        create_backbone(untrained, num_classes=2, img_size=task.data.image_size)
     _run(config, file, plan=plan)
 
 
@@ -213,13 +221,13 @@ def _run(
     plan: bool = False,
     report: bool = False,
 ) -> None:
-    """Run an ablation and print its tables; or print its plan, or the tables of finished runs."""
+    """Run an ablation and print its tables; plan: print the runs; report: train nothing."""
     from evaluation.ablations.grid import check, results, run_ablation
     from evaluation.ablations.grid import plan as plan_runs
     from evaluation.ablations.tables import report as report_tables
     from evaluation.ablations.tables import to_frame
 
-    require_single_process("an ablation runs side by side by itself: `jobs`, not torchrun")
+    require_single_process("run an ablation without torchrun; `jobs` sets the runs side by side")
     names = tuple(only.split(",")) if only else ()
     if plan:
         check(runs := plan_runs(config, source, names))

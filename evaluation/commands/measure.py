@@ -17,7 +17,6 @@ from evaluation.commands.options import (
     Limit,
     Model,
     Workers,
-    checked,
     first_rank,
     require_single_process,
 )
@@ -28,13 +27,13 @@ from vlp.tasks.downstream.registry import task_kinds, task_summary
 
 
 class Evaluations(Group):
-    """Commands of built-in tasks and of those that plugins have registered."""
+    """Commands of built-in tasks and of tasks that plugins registered."""
 
     remedy = "; a task of your own needs --plugin FILE"
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command, also of a task that a plugin registered."""
-        # `--plugin` is an option of the group: its tasks are registered after the commands above.
+        # Plugins are loaded with the group's options, after the built-in commands were added.
         if (kind := args[0]) not in self.commands and kind in task_kinds():
             from evaluation.downstream.registry import get_evaluation
 
@@ -63,7 +62,7 @@ _SUITE_FIELDS = {"task", "shards", "name", "model"}
 
 
 def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
-    """Return a command function with the fields of a job as its options."""
+    """Return a command function with the fields of a job as options."""
 
     def command(
         model: str,
@@ -78,7 +77,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         from vlp.config import validate
         from vlp.models.pretrained.local_copy import results_folder
 
-        # Defaults are left out, so that validators see which options the user gave.
+        # Without defaults, so that validators see which options the user set.
         changes = {n: v for n, v in values.items() if v not in (None, job.model_fields[n].default)}
         settings = validate({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
         result = run_job(settings, model_of(settings, model), device, workers, progress=True)
@@ -96,7 +95,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
             for name, of, default in _parameters(kind, job)
         ]
     )
-    # typer prefers annotations to the signature, and finds those of `command` itself here.
+    # typer prefers annotations to the signature.
     command.__annotations__ = {}
     command.__doc__ = inspect.getdoc(job)
     if job is Job:
@@ -126,7 +125,7 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
             options["metavar"] = "FILE"
         elif name in ("limit", "batch"):
             options |= {"metavar": "N", "parser": positive}
-        # An explicit name leaves out typer's `--no-...`.
+        # With an explicit name, typer adds no `--no-...`.
         names = [f"--{name}"] if annotation is bool else []
         yield name, Annotated[annotation, Option(*names, **options)], default
     if kind == "foils":
@@ -158,12 +157,14 @@ def vision(
     """Evaluate a vision model on its test data."""
     from evaluation.options import EvalOptions
     from evaluation.results import Table, write_report
+    from evaluation.samples import single_line_errors
     from evaluation.vision import evaluate_folder
     from vlp.models.pretrained.local_copy import results_folder
 
-    require_single_process("vision models are evaluated in one process")
+    require_single_process("run vlp evaluate vision in one process, without torchrun")
     options = EvalOptions(limit, device=device, precision=precision, workers=workers)
-    figures = checked(lambda: evaluate_folder(model, options))
+    with single_line_errors():
+        figures = evaluate_folder(model, options)
     table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
     print(table.text())
     print(f"\nwritten to {write_report(results_folder(model), 'vision', table, figures)}")
@@ -182,9 +183,9 @@ def evaluate_all(
     """Evaluate several models on several tasks.
 
     Prints a table of every task and a summary. --config names models and tasks
-    (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; it is kept while model,
-    options and data are the same, so an interrupted call goes on where it was. What fails is named,
-    does not stop the rest, and makes the exit code 1.
+    (configs/evaluation/paper.yaml). OUT/MODEL/TASK holds each result; it is reused while model,
+    options and data are the same, so an interrupted suite resumes. A failure does not stop the
+    other evaluations; the exit code is then 1.
     """
     from evaluation.suite.suite import SuiteConfig
     from vlp.config import load_config
@@ -216,14 +217,12 @@ def suite(
 ) -> int:
     """Evaluate models, also of open_clip and transformers.
 
-    Prints recall and foils of captioned shards, and zero-shot accuracy of labelled ones, a column
-    for each model. OUT keeps finished results, as in `vlp evaluate all`.
+    Prints recall and foils of captioned shards, and zero-shot accuracy of labelled images, with a
+    column per model. OUT holds the results, which are reused as in `vlp evaluate all`.
     """
     from evaluation.suite.suite import suite_of
 
-    config = checked(
-        lambda: suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)
-    )
+    config = suite_of(model, shards or (), labelled or (), classes, limit=limit, batch=batch)
     return _run_suite(config, out, device, workers)
 
 

@@ -1,9 +1,8 @@
-"""Options and reports that several commands share."""
+"""Options and checks that several commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -11,22 +10,18 @@ from typer import Option
 from vlp.command_line import Command, positive
 from vlp.config import Precision
 
-if TYPE_CHECKING:
-    from vlp.models.folder import Loaded
-
 
 def usable_device(name: str) -> str:
-    """Return the name of a device that works here."""
+    """Return the name if the device works on this machine; else raise typer.BadParameter."""
     import torch
 
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device; cpu or cuda is one") from error
-    # A name may be valid while its driver or card is missing: only a tensor shows it.
+        raise typer.BadParameter(f"{name!r} is no device; write cpu or cuda") from error
+    # Only an allocation shows a missing driver or GPU, in a build without CUDA by AssertionError.
     try:
         torch.empty(1, device=device)
-    # A build without CUDA says so by an AssertionError.
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise typer.BadParameter(f"{name!r} cannot be used here: {reason}") from error
@@ -57,12 +52,12 @@ Images = Annotated[list[str] | None, Option("--image", metavar="FILE...", help="
 
 
 class EvaluationCommand(Command):
-    """A command that the ranks of torchrun share; wrong input ends with one line."""
+    """A command that may run under torchrun; wrong input ends it with one line."""
 
     implied_values = {"--match": "5"}  # noqa: RUF012
 
     def invoke(self, ctx: Any) -> int:
-        """Run the command; returns the exit code (2: wrong input, 1: a disk or a rank failed)."""
+        """Run the command; return the exit code (2: wrong input, 1: a disk or a rank failed)."""
         import logging
         import os
         import sys
@@ -73,7 +68,7 @@ class EvaluationCommand(Command):
         from vlp.io import redact
 
         logging.basicConfig(level=logging.WARNING)
-        # The environment's rank, as errors may come before the process group.
+        # From the environment, as errors may precede the process group.
         rank = os.environ.get("RANK", "0")
         try:
             with distributed.process_group():
@@ -85,27 +80,12 @@ class EvaluationCommand(Command):
         except (OSError, RuntimeError) as error:
             message = redact(str(error))
             if distributed.is_lost_peer(error):
-                message = "lost another rank; that one's message says why"
-            # Any other RuntimeError is a defect, whose traceback is needed.
+                message = "lost another rank; see the message of that rank"
+            # Any other RuntimeError is a defect: show its traceback.
             elif isinstance(error, RuntimeError):
                 raise
             print(f"error on rank {rank}: {message}", file=sys.stderr)
             return 1
-
-
-def load_model(model: str) -> Loaded:
-    """Load a model folder."""
-    import vlp
-
-    return checked(lambda: vlp.load(model))
-
-
-def checked(work: Callable[[], Any]) -> Any:
-    """Call a function; a ValueError becomes one line for the person at the terminal."""
-    from evaluation.samples import single_line_errors
-
-    with single_line_errors():
-        return work()
 
 
 def first_rank() -> bool:

@@ -26,7 +26,7 @@ def _grid(text: str) -> tuple[int, int]:
     """Read `14x14`."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not ROWSxCOLUMNS, such as 14x14")
+        raise typer.BadParameter(f"{text!r}: write ROWSxCOLUMNS, such as 14x14")
     return int(match[1]), int(match[2])
 
 
@@ -54,8 +54,8 @@ def show(
 ) -> None:
     """Show one encoding: options with types and defaults, parameters, a map over a grid.
 
-    The map is of one query patch (x): cosines of tokens' vectors, mean logits of rotations, or the
-    bias itself, with tables drawn from N(0, 1) where they start at zero.
+    The map shows one query patch (x) with all patches: cosines of token encodings, mean logits of
+    rotations, or the bias, with tables drawn from N(0, 1) if they start at zero.
 
     \b
       vlp positions show rope-axial theta=10 --grid 14x14 --out map.png
@@ -63,11 +63,11 @@ def show(
     from evaluation.probes.position_card import draw_map, position_card
     from vlp.config import load_plugins, parse_yaml
 
-    # Plugins register their encodings before any name is looked up.
     load_plugins(plugin or ())
     parts = [argument.partition("=") for argument in options or ()]
-    if wrong := next((key for key, equals, _ in parts if not equals), None):
-        raise typer.BadParameter(f"{wrong!r} is not an option; write name=value, such as theta=10")
+    if invalid := next((key for key, equals, _ in parts if not equals), None):
+        message = f"{invalid!r} is not an option; write name=value, such as theta=10"
+        raise typer.BadParameter(message)
     values = {key: parse_yaml(value) for key, _, value in parts}
     print(position_card(name, grid, values))
     if out is not None:

@@ -20,7 +20,6 @@ from evaluation.commands.options import (
     Shards,
     Workers,
     first_rank,
-    load_model,
 )
 from vlp.command_line import new_app, positive
 
@@ -72,27 +71,23 @@ def predict(
     from evaluation.downstream.predict import predict_item, write_official
     from evaluation.options import EvalOptions
     from evaluation.results import write_lines
-    from evaluation.samples import EvaluationError, kinds_in_words
+    from evaluation.samples import EvaluationError, format_kinds
 
     if bool(shards) == bool(image):
         raise typer.BadParameter("give either --shards and --out, or --image and --text")
     if bool(shards) != (out is not None):
         raise typer.BadParameter("--shards and --out go together")
-    # Defaults are None, so that an option of the other form is noticed.
     if image:
-        for name, value in (
-            ("format", format),
-            ("limit", limit),
-            ("batch", batch),
-            ("workers", workers),
-        ):
+        # Defaults are None, to notice options that do nothing here.
+        options = {"format": format, "limit": limit, "batch": batch, "workers": workers}
+        for name, value in options.items():
             if value is not None:
-                raise typer.BadParameter(f"--{name} is for --shards; --image gives one item")
+                raise typer.BadParameter(f"--{name} is for --shards; leave it out with --image")
         if first_rank():
             print(predict_item(model, image, text, device, precision).text())
         return
     if text is not None:
-        raise typer.BadParameter("--text is for --image; shards bring their own")
+        raise typer.BadParameter("--text is for --image; shards hold their own texts")
     assert shards is not None
     assert out is not None
     if out.is_dir():
@@ -108,12 +103,12 @@ def predict(
         try:
             write_official(out, predictions)
         except EvaluationError as error:
-            # Predictions took hours, the format is checked last: they must not be lost.
+            # Predictions may have taken hours: save them although they do not fit the format.
             rows_file = out.with_name(f"{out.name}.rows.jsonl")
             write_lines(rows_file, predictions.rows)
-            raise EvaluationError(f"{error}; what was predicted is in {rows_file}") from error
+            raise EvaluationError(f"{error}; the predictions are in {rows_file}") from error
     if predictions.skipped:
-        kinds = kinds_in_words(predictions.skipped)
+        kinds = format_kinds(predictions.skipped)
         print(
             f"warning: not predicted: {kinds}; a server may refuse a file that lacks items",
             file=sys.stderr,
@@ -142,18 +137,19 @@ def embed(
     \b
       vlp evaluate embed --model runs/base/model --shards shards/coco/val --out features/coco
     """
+    from evaluation.downstream.task_evaluation import load_model
     from evaluation.embed import embed as embed_shards
     from evaluation.options import EvalOptions
-    from evaluation.samples import kinds_in_words
+    from evaluation.samples import format_kinds
 
     options = EvalOptions(limit, batch, device, precision, workers, progress=True)
     counts = embed_shards(load_model(model), shards, out, options, dtype=dtype)
     if first_rank():
         if counts.skipped:
-            print(f"warning: skipped: {kinds_in_words(counts.skipped)}", file=sys.stderr)
+            print(f"warning: skipped: {format_kinds(counts.skipped)}", file=sys.stderr)
         if counts.cut:
             print(
-                f"warning: {counts.cut} captions are longer than the model reads, and cut",
+                f"warning: {counts.cut} captions are truncated to the model's max_tokens",
                 file=sys.stderr,
             )
         print(f"{counts.images} images and {counts.captions} captions written to {out}")

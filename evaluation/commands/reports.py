@@ -14,9 +14,7 @@ from evaluation.commands.options import (
     EvaluationCommand,
     Model,
     Shards,
-    checked,
     first_rank,
-    load_model,
     require_single_process,
 )
 from vlp.command_line import MODELS, START_HERE, new_app, positive
@@ -37,12 +35,15 @@ def card(
     Its README.md holds the configuration, the parameters, the run's training data (where the folder
     lies in its run) and the tables of its evaluations. A card written by hand is left alone.
     """
+    from evaluation.samples import single_line_errors
     from vlp.models.pretrained.local_copy import local_folder
     from vlp.serving.model_card import CARD, write_model_card
 
     if first_rank():
         folder = local_folder(model)
-        if not checked(lambda: write_model_card(folder, licence)):
+        with single_line_errors():
+            written = write_model_card(folder, licence)
+        if not written:
             raise typer.BadParameter(
                 f"{folder / CARD} was written by hand; remove it to have one made"
             )
@@ -75,11 +76,12 @@ def anchors(
     ] = None,
     device: Device = None,
 ) -> None:
-    """Draw where the anchors of each token lie.
+    """Draw maps of the anchors of each word.
 
-    An image file and a text give a grid of everything: anchors, Grad-CAM and the path of each
-    channel group. Shards give an overview of several captions.
+    An image file and a text give a grid of all maps: anchors, Grad-CAM and the path of each channel
+    group. Shards give an overview of several captions.
     """
+    from evaluation.downstream.task_evaluation import load_model
     from evaluation.probes.anchor_maps import anchor_details, anchor_maps, read_pair
     from evaluation.probes.anchor_plots import draw_anchor_detail, draw_anchor_maps
 
@@ -89,8 +91,8 @@ def anchors(
         (image is not None and count is not None, "--count is for --shards; --image is one image"),
         (image is None and layer is not None, "--layer is for the grid of an --image"),
         (image is None and groups is not None, "--groups is for the grid of an --image"),
-        (groups is not None and groups < 1, f"--groups {groups}: at least one group is drawn"),
-        (out.suffix.lower() != ".png", f"--out {out}: the image is a .png file"),
+        (groups is not None and groups < 1, f"--groups {groups}: write a number of at least 1"),
+        (out.suffix.lower() != ".png", f"--out {out}: name a .png file"),
     ):
         if wrong:
             raise typer.BadParameter(message)
@@ -129,27 +131,28 @@ def report(
     \b
       vlp report runs/plain runs/ace --shards shards/scenes/val --out report.html
     """
-    from evaluation.latex import latex as in_latex
+    from evaluation.latex import to_latex
     from evaluation.options import EvalOptions
     from evaluation.report.html_page import page, result_tables
     from evaluation.report.sources import read_sources
     from evaluation.samples import EvaluationError
     from vlp.io import write_text
 
-    require_single_process("a report is made in one process, without torchrun")
+    require_single_process("run vlp report in one process, without torchrun")
     if out is None and markdown is None and latex is None:
         out = Path(runs[0]) / "report.html"
     sources = read_sources(runs)
-    tables, options = result_tables(sources), EvalOptions(limit, device=device)
+    tables = result_tables(sources)
+    options = EvalOptions(limit, device=device, progress=True)
+    # Texts are made one by one, as a page with cases takes minutes.
     outputs: list[tuple[Path | None, Callable[[], str]]] = [
         (out, lambda: page(sources, shards or (), cases=cases, options=options)),
         (markdown, lambda: "\n".join(table.markdown() for table in tables)),
-        (latex, lambda: in_latex(tables)),
+        (latex, lambda: to_latex(tables)),
     ]
-    # Each is made when its turn comes: a page with cases takes minutes.
-    for path, text in outputs:
+    for path, make_text in outputs:
         if path is not None:
-            write_text(path, text(), error=EvaluationError)
+            write_text(path, make_text(), error=EvaluationError)
             print(path)
 
 
@@ -178,8 +181,8 @@ def serve_app(
     from evaluation.page.gradio_page import gradio_module, serve
     from evaluation.page.session import ModelSession
 
-    require_single_process("the page is served by one process, without torchrun")
-    # A missing package is noticed before minutes are spent on images.
+    require_single_process("run vlp app in one process, without torchrun")
+    # Before the images are encoded, which takes minutes.
     gradio_module()
     session = ModelSession(model, shards or (), limit=limit, device=device)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)

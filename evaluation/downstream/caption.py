@@ -43,15 +43,17 @@ class CaptionEvaluation(TaskEvaluation):
     action = PageAction("Caption", "caption", "write captions", "Write", "Caption")
 
     def require_tools(self, task: CaptionTask) -> None:
-        """Check for pycocoevalcap, and for Java unless the task goes without."""
+        """Raise EvaluationError without pycocoevalcap, or without Java if the task uses it."""
         try:
             require_caption_tools(task.config.java)
         except CaptionToolError as error:
             raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
-        """Return one row for each image: its first prediction with all reference captions."""
-        # Data sets with a sample per caption predict an image several times; the first one counts.
+        """Return one row per image: its first prediction, with the references of all its samples.
+
+        Data sets with a sample per caption predict an image several times.
+        """
         by_image: dict[Any, Row] = {}
         for index, row in enumerate(rows):
             has_id = row["image_id"] is not None
@@ -61,7 +63,7 @@ class CaptionEvaluation(TaskEvaluation):
         return list(by_image.values())
 
     def row(self, task: CaptionTask, item: Item, example: CaptionExample, prediction: str) -> Row:
-        """Return `key`, `image_id`, `caption`, people's `captions` and `image`."""
+        """Return `key`, `image_id`, `caption`, reference `captions` and `image`."""
         return {
             "key": item.raw.key,
             "image_id": item.raw.annotation.image_id,
@@ -74,19 +76,19 @@ class CaptionEvaluation(TaskEvaluation):
         self, task: CaptionTask, rows: Sequence[Row], resamples: int, **options: Any
     ) -> Scored:
         """Compute the figures; intervals resample images."""
-        # Once on one rank: Java takes its time, and the tokeniser writes into its program folder.
+        # On one rank: Java is slow, and the tokeniser writes into its program folder.
         (scores,) = ProcessGroup.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, by_caption, notes = scores
         figures = clustered_figures(by_caption, [row["image"] for row in rows], {}, resamples)
         keep_scores(rows, by_caption)
-        # BLEU and METEOR are no means over captions, so they have no interval.
+        # BLEU and METEOR are not means over captions, so they have no interval.
         figures |= {name: Figure(corpus[name], corpus[name], corpus[name], 0.0) for name in corpus}
         return Scored(figures, tuple(notes))
 
     def predict_item(
         self, task: CaptionTask, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return a caption; its probability is that of all its word pieces and its end."""
+        """Return a caption with the probability of its word pieces and end token."""
         pixels = task.prepare(images, "", 0, None)
         ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
         batch = CaptionBatch(pixels, ids, valid).to(device)
@@ -112,7 +114,7 @@ def _scores(
         "CIDEr goes up to 1000 here.",
     ]
     if java:
-        # SPICE needs a download of its own: without it, the other figures stand.
+        # SPICE needs a separate download; the other figures do not depend on it.
         try:
             by_caption["spice"] = spice_scores(captions, references)
         except CaptionToolError as error:

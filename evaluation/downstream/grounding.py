@@ -9,7 +9,7 @@ from typing import Any
 
 from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
-from evaluation.downstream.task_evaluation import TaskEvaluation, load_model
+from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.item_results import EvaluatedItems
 from evaluation.jobs import GroundingJob
@@ -20,11 +20,12 @@ from vlp.tasks.grounding.task import Grounding
 
 
 class GroundingEvaluation(TaskEvaluation):
-    """Pointing accuracy, and with proposals the choice among them."""
+    """Pointing accuracy, and with proposals the accuracy of the selected box."""
 
     kind = "grounding"
     title = "Visual grounding"
     job = GroundingJob
+    evaluate_loaded = staticmethod(evaluate_grounding)
     submission = Submission(
         "box",
         write_refcoco,
@@ -39,21 +40,11 @@ class GroundingEvaluation(TaskEvaluation):
         options: EvalOptions = EvalOptions(),
         **kwargs: Any,
     ) -> Result:
-        """Evaluate with the map of the task's settings."""
+        """Evaluate with the kind of map in the task's settings."""
         by, layer, head = task.settings.by, task.settings.layer, task.settings.head
         return evaluate_grounding(
             task.loaded, shards, options, by=by, layer=layer, head=head, **kwargs
         )
-
-    def evaluate_folder(
-        self,
-        folder: Path,
-        shards: Sequence[str | Path],
-        options: EvalOptions = EvalOptions(),
-        **kwargs: Any,
-    ) -> Any:
-        """Evaluate any model folder."""
-        return evaluate_grounding(load_model(folder), shards, options, **kwargs)
 
     def predict_without_head(
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions

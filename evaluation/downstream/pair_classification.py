@@ -46,7 +46,7 @@ class PairEvaluation(TaskEvaluation):
     def row(
         self, task: PairClassification, item: Item, example: PairExample, prediction: str
     ) -> Row:
-        """Return `key`, the ids that there are, `text`, `prediction`, `label` and `image`."""
+        """Return `key`, `identifier` or `pairID` if annotated, `text`, `prediction` and so on."""
         annotation, classes = item.raw.annotation, task.config.classes
         text = (
             "\n".join(annotation.captions or [annotation.caption or ""])
@@ -67,31 +67,28 @@ class PairEvaluation(TaskEvaluation):
     def score(
         self, task: PairClassification, rows: Sequence[Row], resamples: int, **options: Any
     ) -> Scored:
-        """Compute accuracy, and consistency of statements."""
+        """Compute accuracy, overall and by class, and for NLVR2 consistency."""
         classes = task.config.classes
         truth = np.array([classes.index(row["label"]) for row in rows])
-        right = np.array([row["label"] == row["prediction"] for row in rows])
-        values = {"accuracy": right, **dict.fromkeys(classes, right)}
+        correct = np.array([row["label"] == row["prediction"] for row in rows])
         masks = {name: truth == number for number, name in enumerate(classes)}
         # A class without samples has no accuracy.
-        for name in [name for name in classes if not masks[name].any()]:
-            del values[name]
-        frequent = np.bincount(truth)
-        chance = float(frequent.max() / len(truth))
+        present = [name for name in classes if masks[name].any()]
+        values = {"accuracy": correct, **dict.fromkeys(present, correct)}
+        class_counts = np.bincount(truth)
+        chance = float(class_counts.max() / len(truth))
         images = [row["image"] for row in rows]
         figures = clustered_figures(values, images, {"accuracy": chance}, resamples, masks)
         keep_scores(rows, values, masks)
-        notes = [f"Chance of accuracy: always `{classes[int(frequent.argmax())]}`."]
+        notes = [f"Chance of accuracy: always `{classes[int(class_counts.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
-            sentences = [sentence_of(row) for row in rows]
             # A sentence recurs with several image pairs; one wrong answer makes it inconsistent.
-            unique = sorted(set(sentences))
-            numbers = {sentence: number for number, sentence in enumerate(unique)}
-            wrong = np.bincount([numbers[text] for text in sentences], ~right, len(unique)) > 0
-            figures |= clustered_figures({"consistency": ~wrong}, unique, {}, resamples)
-            notes.append(
-                "Consistency: sentences that are judged rightly every time, over sentences."
+            sentences, rows_of = np.unique([sentence_of(row) for row in rows], return_inverse=True)
+            consistent = np.bincount(rows_of, ~correct) == 0
+            figures |= clustered_figures(
+                {"consistency": consistent}, sentences.tolist(), {}, resamples
             )
+            notes.append("Consistency: share of sentences with right answers for all image pairs.")
         return Scored(figures, tuple(notes))
 
     def image_count(self, task: PairClassification) -> tuple[int, int]:
@@ -107,12 +104,12 @@ class PairEvaluation(TaskEvaluation):
         text: str,
         device: torch.device,
     ) -> list[tuple[str, float]]:
-        """Return all classes; images are whole, before any cut into panels."""
-        _, parts = self.image_count(task)
-        shown = [part for image in images for part in panels(image, parts)]
-        # The label -1 is not read: only logits are.
-        pixels = task.prepare(shown, text, 0, None)[None]
+        """Return all classes; images are cut into panels here."""
+        _, panel_count = self.image_count(task)
+        panel_images = [panel for image in images for panel in panels(image, panel_count)]
+        pixels = task.prepare(panel_images, text, 0, None)[None]
         valid = torch.ones(1, dtype=torch.bool)
+        # `logits` does not read the label.
         batch = PairBatch(pixels, *task.text([text]), torch.tensor([-1]), valid).to(device)
         probabilities = task.logits(batch).float().softmax(-1)[0].tolist()
         return sorted(zip(task.config.classes, probabilities), key=lambda pair: -pair[1])

@@ -1,6 +1,6 @@
 """Predictions on shards, labelled or not, for a benchmark's server or for other programs.
 
-A folder without a task, or fine-tuned for retrieval, chooses boxes for referring expressions.
+A model folder without a task, or fine-tuned for retrieval, selects boxes of referring expressions.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from typing import NamedTuple
 
 import torch
 
-import vlp
 from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
-from evaluation.downstream.task_evaluation import Row, drop_fields, load_for_evaluation
+from evaluation.downstream.task_evaluation import Row, drop_fields, load_for_evaluation, load_model
 from evaluation.encoder import encode_image
 from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
-from evaluation.results import NEVER_MATCHED
-from evaluation.samples import EvaluationError, single_line_errors
+from evaluation.results import UNTRAINED_MATCH
+from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.tasks.downstream.registry import get_task
-from vlp.tasks.downstream.task import Downstream, has_task, load_task
+from vlp.tasks.downstream.task import Downstream, has_task
 
 
 class Predictions(NamedTuple):
-    """Of one model: the kind of its task, rows in the order of the shards, bad samples by kind."""
+    """Kind of task, rows in the order of the shards, and number of skipped samples by kind."""
 
     kind: str
     rows: list[Row]
@@ -40,14 +39,14 @@ class Predictions(NamedTuple):
 def predict(
     folder: str | Path, shards: Sequence[str | Path], options: EvalOptions = EvalOptions()
 ) -> Predictions:
-    """Predict every item of some shards; the same for any number of ranks."""
+    """Predict every item of shard folders; the same for any number of ranks."""
     if not has_task(folder):
-        kind, (rows, skipped) = WITHOUT_HEAD, _without_head(folder, shards, options)
+        kind, (rows, skipped) = WITHOUT_HEAD, _predict_without_head(folder, shards, options)
     else:
         task = load_for_evaluation(folder)
         kind = task.kind
         rows, skipped = get_evaluation(kind).predictions(task, shards, options)
-    # Without the truth, which test sets lack, and scores that depend on it.
+    # Predictions hold neither annotations nor scores.
     hidden = (*get_evaluation(kind).hidden, "scores")
     return Predictions(kind, drop_fields(rows, hidden), skipped)
 
@@ -72,42 +71,38 @@ def write_official(path: Path, predictions: Predictions) -> None:
 
 
 def _unique_ids(rows: Sequence[Row]) -> list[Row]:
-    """Replace identifiers that several rows share by the rows' keys."""
+    """Replace an identifier of several rows by each row's key if the key contains it."""
     # NLVR v1 repeats a statement with permuted images: its evaluator reads the key, `dev-1572-0-3`.
+    # Other repeats keep the identifier, and the writer refuses them.
     counts = Counter(row.get("identifier", "") for row in rows)
 
     def with_key(row: Row) -> Row:
         identifier = row.get("identifier", "")
-        # Samples that the shards repeat keep the identifier, and are refused as repeated.
-        shared = identifier and counts[identifier] > 1 and str(identifier) in row["key"]
-        return {**row, "identifier": row["key"]} if shared else row
+        repeats = identifier and counts[identifier] > 1 and str(identifier) in row["key"]
+        return {**row, "identifier": row["key"]} if repeats else row
 
     return list(map(with_key, rows))
 
 
-def _without_head(
+def _predict_without_head(
     folder: str | Path, shards: Sequence[str | Path], options: EvalOptions
 ) -> EvaluatedItems:
+    loaded = load_model(folder)
     try:
-        loaded = vlp.load(folder)
         return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, options)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}; {folder} was not fine-tuned for a task, and without one a model only "
-            "predicts where expressions point"
+            f"{error}; {folder} is not fine-tuned for a task, so it predicts only boxes of "
+            "referring expressions"
         ) from error
-    except EvaluationError:
-        raise
-    except ValueError as error:
-        raise EvaluationError(" ".join(str(error).split())) from error
 
 
-# Kind of the predictions of a folder without a task: match scores.
+# Kind of the predictions of a model folder without a task, for an image and a text.
 MATCH = "match"
 
 
 class Answers(NamedTuple):
-    """Answers with their probabilities, the likeliest first, and the kind of task."""
+    """Kind of task, and answers with probabilities, the likeliest first."""
 
     kind: str
     answers: list[tuple[str, float]]
@@ -125,45 +120,44 @@ def predict_item(
     device: torch.device | str | None = None,
     precision: Precision | None = None,
 ) -> Answers:
-    """Predict by the folder's task; without a task, the match of text and image.
+    """Predict by the folder's task; without a task, whether text and image match.
 
     Args:
         images: image files, two for a task about pairs, or one with panels, cut as in training.
         text: question, hypothesis, statement or caption; None for a captioning model.
     """
-    with single_line_errors():
-        source = load_task(folder) if has_task(folder) else vlp.load(folder)
-    _check(source, len(images), text)
+    source = load_for_evaluation(folder) if has_task(folder) else load_model(folder)
+    _require_inputs(source, len(images), text)
     if isinstance(source, Loaded) and not source.model.match_is_trained:
         raise EvaluationError(
-            f"{folder}: {NEVER_MATCHED}; `vlp evaluate retrieval` and `vlp anchors` work without it"
+            f"{folder}: {UNTRAINED_MATCH}; `vlp evaluate retrieval` and `vlp anchors` need no match"
         )
-    files = [read_pair(path, "").image for path in images]
+    decoded = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
     with torch.no_grad(), evaluating(model, device) as run_device, inference(run_device, precision):
         if isinstance(source, Loaded):
-            features = encode_image(source, files[0], run_device)
+            features = encode_image(source, decoded[0], run_device)
             return Answers(MATCH, match_of(source, features, text or ""))
         evaluation = get_evaluation(source.kind)
-        answers = evaluation.predict_item(source, files, text or "", run_device)
+        answers = evaluation.predict_item(source, decoded, text or "", run_device)
         return Answers(source.kind, answers)
 
 
-def _check(source: Downstream | Loaded, images: int, text: str | None) -> None:
-    kind, (count, parts), reads_text = MATCH, (1, 1), True
+def _require_inputs(source: Downstream | Loaded, images: int, text: str | None) -> None:
+    kind, (count, panels), reads_text = MATCH, (1, 1), True
     if isinstance(source, Downstream):
         kind, reads_text = source.kind, get_task(source.kind).card.text
-        count, parts = get_evaluation(kind).image_count(source)
+        count, panels = get_evaluation(kind).image_count(source)
     if images != count:
-        cut = f", to be cut into {parts} parts" if parts > 1 else ""
+        layout = f" with {panels} panels" if panels > 1 else ""
         raise EvaluationError(
-            f"{kind} is about {count} image{'s' if count > 1 else ''}{cut}, not {images}: give "
-            f"--image FILE {'twice' if count > 1 else 'once'}"
+            f"{kind} takes {count} image{'s' if count > 1 else ''}{layout}, not {images}: write "
+            f"--image FILE{' FILE' if count > 1 else ''}"
         )
     if not reads_text and text is not None:
         raise EvaluationError(f"a model for {kind} reads no text: leave --text out")
     if reads_text and not (text or "").strip():
-        raise EvaluationError(f"{kind} needs a text: give --text")
+        raise EvaluationError(f"{kind} needs a text: add --text TEXT")
 
 
 def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:

@@ -18,7 +18,7 @@ _registered: dict[str, TaskEvaluation] = {}
 
 
 def register_evaluation(evaluation: TaskEvaluation) -> None:
-    """Make an evaluation known under its kind; a second one of the kind replaces the first."""
+    """Register an evaluation under its kind; it replaces an earlier evaluation of the kind."""
     _registered[evaluation.kind] = evaluation
 
 
@@ -26,7 +26,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
     """Return the evaluation of a kind, importing its module on first use."""
     if kind not in _registered and task_module(kind):
         import_module(f"evaluation.downstream.{task_module(kind)}")
-    # A plugin's task is imported with its evaluation, and an unknown kind is an error here.
+    # Importing a plugin's task registers its evaluation, too; an unknown kind is an error.
     if kind not in _registered:
         get_task(kind)
     if kind not in _registered:
@@ -35,7 +35,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
 
 
 def page_actions() -> dict[PageAction, list[str]]:
-    """Return the page's actions with fine-tuned models, and the kinds of task of each."""
+    """Return the page's actions that need a fine-tuned model, with the kinds of task that serve."""
     actions: dict[PageAction, list[str]] = {}
     for kind in task_kinds():
         if action := get_evaluation(kind).action:

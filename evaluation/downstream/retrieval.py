@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.task_evaluation import TaskEvaluation, load_model
+from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.jobs import RetrievalJob
 from evaluation.options import EvalOptions
 from evaluation.results import Result
@@ -26,6 +26,7 @@ class RetrievalEvaluation(TaskEvaluation):
         *("image → text mean", "text → image mean", "both mean"),
     )
     job = RetrievalJob
+    evaluate_loaded = staticmethod(evaluate_retrieval)
 
     def evaluate(
         self,
@@ -40,7 +41,7 @@ class RetrievalEvaluation(TaskEvaluation):
         stage = result.stages[-1]
         figures = {"mean": result.mean(stage)}
         for direction in DIRECTIONS:
-            for k in (1, 5, 10):
+            for k in RECALL_AT:
                 figures[f"{direction} R@{k}"] = result.recall(stage, direction, k)
         return Result(
             kind=task.kind,
@@ -51,16 +52,6 @@ class RetrievalEvaluation(TaskEvaluation):
             skipped=result.skipped,
             notes=result.notes,
         )
-
-    def evaluate_folder(
-        self,
-        folder: Path,
-        shards: Sequence[str | Path],
-        options: EvalOptions = EvalOptions(),
-        **kwargs: Any,
-    ) -> Any:
-        """Evaluate any model folder."""
-        return evaluate_retrieval(load_model(folder), shards, options, **kwargs)
 
 
 register_evaluation(RetrievalEvaluation())

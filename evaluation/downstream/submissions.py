@@ -24,8 +24,8 @@ Row = Mapping[str, Any]
 class Submission(NamedTuple):
     """Submission format of a benchmark.
 
-    needed: field that every row must have; what: words for it in an error. convert: a row of
-    predictions for `write`.
+    needed: field that every row must have; what: its description in errors, by default its name.
+    convert: turns a row of predictions into a row for `write`.
     """
 
     needed: str
@@ -46,7 +46,7 @@ def write_captions(path: Path, rows: Iterable[Row]) -> None:
 
 def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
     """Write NLVR2 rows {"identifier", "label": bool}: CSV `identifier,True` without a header."""
-    ready = []
+    labels = []
     for row in rows:
         identifier = _id(row, "identifier", path)
         if "," in identifier or "\n" in identifier:
@@ -54,21 +54,21 @@ def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
         label = _value(row, "label", path)
         if not isinstance(label, bool):
             raise EvaluationError(f"{path}: label {label!r} of {identifier} is not True or False")
-        ready.append((identifier, label))
-    _check_ids([identifier for identifier, _ in ready], "identifier", path)
-    write_text(path, "".join(f"{identifier},{label}\n" for identifier, label in ready))
+        labels.append((identifier, label))
+    _check_ids([identifier for identifier, _ in labels], "identifier", path)
+    write_text(path, "".join(f"{identifier},{label}\n" for identifier, label in labels))
 
 
 def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
     """Write SNLI-VE predictions, one JSON object {"pairID", "label"} a line."""
-    ready = []
+    labels = []
     for row in rows:
         pair, label = _id(row, "pairID", path), _value(row, "label", path)
         if label not in LABELS:
             raise EvaluationError(f"{path}: label {label!r} of {pair} is not {', '.join(LABELS)}")
-        ready.append({"pairID": pair, "label": label})
-    _check_ids([row["pairID"] for row in ready], "pairID", path)
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ready))
+        labels.append({"pairID": pair, "label": label})
+    _check_ids([row["pairID"] for row in labels], "pairID", path)
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels))
 
 
 def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
@@ -79,12 +79,12 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     rows = list(rows)
     # `sent_id` names an expression, `ref_id` an object: for files with one expression each (ALBEF).
     name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
-    ready = []
+    boxes = []
     for row in rows:
         number = _number(row, name, path)
-        ready.append((number, _box(row, f"{name} {number}", path)))
-    _check_ids([number for number, _ in ready], name, path)
-    write_json(path, [{name: number, "box": box} for number, box in ready])
+        boxes.append((number, _box(row, f"{name} {number}", path)))
+    _check_ids([number for number, _ in boxes], name, path)
+    write_json(path, [{name: number, "box": box} for number, box in boxes])
 
 
 def _write_texts(path: Path, rows: Iterable[Row], name: str, text: str) -> None:
@@ -111,8 +111,8 @@ def _number(row: Row, name: str, path: Path) -> int:
     # Shards keep ids as text; int() alone would also take 1.5, True, "1_000" and " 7".
     if isinstance(value, bool) or not str(value).isascii() or not str(value).isdigit():
         raise EvaluationError(
-            f"{path}: {name} {value!r} is no number; this format only knows the numbers of the "
-            "official files, so use shards that were made from those"
+            f"{path}: {name} {value!r} is no number; the format needs the numbers of the official "
+            "files, so use shards that were made from these files"
         )
     return int(value)
 

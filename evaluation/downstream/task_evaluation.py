@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,26 +24,16 @@ from vlp.tasks.downstream.task import Downstream, load_task
 
 
 def sentence_of(row: Mapping[str, Any]) -> str:
-    """Return a sentence's identity for consistency, as the official evaluators; else its text."""
+    """Return the sentence of an NLVR2 row, by which the official evaluators count consistency.
+
+    By its identifier, equal texts in two sets are two sentences; without one, by its text.
+    """
     parts = str(row.get("identifier") or "").split("-")
-    # NLVR2: split-set-pair-sentence. NLVR v1: sentence-image. Equal texts in two sets are two
-    # sentences.
+    # NLVR2: split-set-pair-sentence.
     if len(parts) == 4:
         return "-".join((parts[0], parts[1], parts[3]))
+    # NLVR v1: sentence-image.
     return f"{parts[0]}: {row['text']}" if len(parts) == 2 else str(row["text"])
-
-
-def select_annotated(
-    rows: Sequence[dict[str, Any]], truth: str, shards: Sequence[str], message: str
-) -> list[dict[str, Any]]:
-    """Return the rows with an annotated field `truth`."""
-    annotated = [row for row in rows if row[truth]]
-    if not annotated:
-        raise EvaluationError(
-            f"{', '.join(shards)}: {message}; "
-            "`python -m evaluation predict` writes predictions without scoring them"
-        )
-    return annotated
 
 
 Row = dict[str, Any]
@@ -60,13 +50,13 @@ class PageAction(NamedTuple):
     """A tab of the interactive page, with the labels of its parts."""
 
     tab: str
-    # Of the HTTP interface, `/answer`.
+    # Name of the HTTP endpoint, such as `answer`.
     name: str
     # As in "cannot answer questions".
     verb: str
     button: str
     output: str
-    # None where the task reads no text.
+    # Label of the text input; None if the task reads no text.
     text: str | None = None
 
 
@@ -75,29 +65,31 @@ class TaskEvaluation:
 
     kind: str
     title: str
-    # First figures of the report's table, which then has runs as rows.
+    # Figures that come first in the report's table.
     columns: ClassVar[tuple[str, ...]] = ()
-    # Annotated field of rows that can be scored, and the error where no row has it.
+    # Field of a row that holds the annotation, and the error if no row has it.
     truth: ClassVar[str] = "label"
     no_truth: ClassVar[str] = "no sample has a label"
-    # Fields that are not saved.
+    # Fields of rows that files leave out.
     hidden: ClassVar[tuple[str, ...]] = ()
-    # Further options of `evaluate`, configured by `job`.
+    # Names of further options of `evaluate`, which are fields of `job`.
     options: ClassVar[tuple[str, ...]] = ()
     job: ClassVar[type[Job]] = Job
     submission: Submission | None = None
     action: ClassVar[PageAction | None] = None
+    # Evaluates any loaded model on shards; None: only a fine-tuned model has a head for the task.
+    evaluate_loaded: ClassVar[Callable[..., Any] | None] = None
 
     def row(self, task: Any, item: Item, example: Any, prediction: str) -> Row:
         """Return ids, texts, prediction, truth and `image` (`RawSample.image_name`) of an item."""
         raise NotImplementedError
 
     def score(self, task: Any, rows: Sequence[Row], resamples: int, **options: Any) -> Scored:
-        """Compute the figures of rows with truth, and give each row its `scores`."""
+        """Compute the figures of annotated rows, and set the field `scores` of each row."""
         raise NotImplementedError
 
     def require_tools(self, task: Any) -> None:
-        """Check for the programs that `score` needs, before anything is predicted."""
+        """Raise EvaluationError if a program that `score` needs is missing."""
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
@@ -113,18 +105,23 @@ class TaskEvaluation:
     ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
-        Items without truth are predicted and not counted. kwargs: the class's `options`.
+        Items without annotation are predicted but not scored. kwargs: the class's `options`.
         """
-        # Hours of prediction are in vain where a tool is missing afterwards.
+        # Before the predictions, which may take hours.
         self.require_tools(task)
         rows, skipped = self.predictions(task, shards, options, **kwargs)
         folders = tuple(map(str, shards))
-        annotated = select_annotated(rows, self.truth, folders, self.no_truth)
+        annotated = [row for row in rows if row[self.truth]]
+        if not annotated:
+            raise EvaluationError(
+                f"{', '.join(folders)}: {self.no_truth}; `vlp evaluate predict` writes predictions "
+                "without scores"
+            )
         figures, notes = self.score(task, annotated, options.resamples, **kwargs)
         if unlabelled := len(rows) - len(annotated):
-            notes = (*notes, f"{unlabelled} of the items have no truth: predicted, and not judged.")
-        # Allowed, as for a look at the training error, but noted under the table.
-        if overlap := trained_on(task, folders):
+            notes = (*notes, f"{unlabelled} items have no annotation: predicted but not scored.")
+        # Training data are allowed, to measure the training error.
+        if overlap := training_folders(task, folders):
             notes = (*notes, f"Careful: the model was trained on {', '.join(overlap)}.")
         return Result(
             kind=task.kind,
@@ -143,7 +140,7 @@ class TaskEvaluation:
         options: EvalOptions = EvalOptions(),
         **kwargs: Any,
     ) -> EvaluatedItems:
-        """Predict every item, with truth or without; arguments and errors as in `evaluate`."""
+        """Predict every item, annotated or not; arguments as in `evaluate`."""
         if unknown := kwargs.keys() - set(self.options):
             raise TypeError(f"{self.kind} has no option {', '.join(sorted(unknown))}")
         dataset = task.dataset(shards, options.limit)
@@ -161,7 +158,7 @@ class TaskEvaluation:
         return EvaluatedItems(self.merge_rows(rows), skipped)
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
-        """Merge rows of samples that are parts of one item."""
+        """Merge rows of samples that are parts of one item; by default there are none."""
         return rows
 
     def evaluate_folder(
@@ -171,7 +168,9 @@ class TaskEvaluation:
         options: EvalOptions = EvalOptions(),
         **kwargs: Any,
     ) -> Any:
-        """Evaluate a model folder, as a job of a suite."""
+        """Evaluate a model folder, fine-tuned for the task unless `evaluate_loaded` is set."""
+        if self.evaluate_loaded is not None:
+            return self.evaluate_loaded(load_model(folder), shards, options, **kwargs)
         task = load_for_evaluation(folder)
         if task.kind != self.kind:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
@@ -180,7 +179,7 @@ class TaskEvaluation:
     def predict_without_head(
         self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
     ) -> EvaluatedItems:
-        """Predict with a model that has no head; arguments and errors as of `predictions`."""
+        """Predict with a model that has no task head; arguments as of `predictions`."""
         raise EvaluationError(f"{self.kind} needs a fine-tuned model")
 
     def image_count(self, task: Any) -> tuple[int, int]:
@@ -194,7 +193,7 @@ class TaskEvaluation:
         raise EvaluationError(f"{self.kind!r} predicts from shards, not from image files")
 
 
-def trained_on(task: Any, folders: Sequence[str]) -> list[str]:
+def training_folders(task: Any, folders: Sequence[str]) -> list[str]:
     """Return the shard folders that a task's configuration lists as training data."""
     data = getattr(task.config, "data", None)
     train_folders = {os.path.abspath(folder) for folder in getattr(data, "train", ())}

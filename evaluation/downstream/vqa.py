@@ -23,10 +23,10 @@ from vlp.tasks.vqa.task import Predict, Vqa
 
 
 class VqaEvaluation(TaskEvaluation):
-    """`accuracy` as VQA counts it, `exact`, and accuracy by question type.
+    """VQA `accuracy`, overall and by question type, and `exact`.
 
-    Exact is the share equal to a most frequent human answer, both normalised. Options: `predict`
-    (`rank` or `generate`) and `version` of the evaluator; None is as the task is configured.
+    Exact: share of predictions equal to a most frequent human answer, both normalised. Options:
+    `predict` (`rank` or `generate`) and `version` of the evaluator, by default the task's.
     """
 
     kind = "vqa"
@@ -39,7 +39,7 @@ class VqaEvaluation(TaskEvaluation):
     action = PageAction("Ask", "answer", "answer questions", "Ask", "Answer", "Question")
 
     def row(self, task: Vqa, item: Item, example: VqaExample, prediction: str) -> Row:
-        """Return ids, `question`, `answer`, people's `answers`, `types` and `image`."""
+        """Return ids, `question`, `answer`, human `answers`, `types` and `image`."""
         return {
             "key": item.raw.key,
             "question_id": example.question.id,
@@ -55,22 +55,22 @@ class VqaEvaluation(TaskEvaluation):
         return task.predict(batch, options.get("predict"))
 
     def score(self, task: Vqa, rows: Sequence[Row], resamples: int, **options: Any) -> Scored:
-        """Compute the figures, those by type with `answer: ` or `question: ` before the type."""
+        """Compute the figures; by type they are called `answer: TYPE` and `question: TYPE`."""
         version = options.get("version") or task.config.accuracy
-        values = np.array([_accuracy(row["answer"], row, version) for row in rows])
-        # Chance: the answer that people give most often, to every question.
+        accuracy = np.array([_accuracy(row["answer"], row, version) for row in rows])
+        # Chance: the most frequent human answer to every question.
         frequent = _most_frequent(rows)
         chance = float(np.mean([_accuracy(frequent, row, version) for row in rows]))
-        figures = {"accuracy": values, "exact": np.array([_exact(row) for row in rows])}
-        masks = _by_type([row["types"] for row in rows])
-        figures |= dict.fromkeys(masks, values)
-        keep_scores(rows, figures, masks)
+        values = {"accuracy": accuracy, "exact": np.array([_exact(row) for row in rows])}
+        masks = _type_masks([row["types"] for row in rows])
+        values |= dict.fromkeys(masks, accuracy)
+        keep_scores(rows, values, masks)
         images = [row["image"] for row in rows]
         return Scored(
-            clustered_figures(figures, images, {"accuracy": chance}, resamples, masks),
+            clustered_figures(values, images, {"accuracy": chance}, resamples, masks),
             (
                 f"Accuracy as the evaluator {version!r} counts; its chance: always `{frequent}`.",
-                "Exact: equal to an answer that most people gave, both normalised.",
+                "Exact: equal to a most frequent human answer, both normalised.",
                 f"Answers by: {_decoding(task, options.get('predict'))}.",
             ),
         )
@@ -78,14 +78,14 @@ class VqaEvaluation(TaskEvaluation):
     def predict_item(
         self, task: Vqa, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return the answer; its probability is that of all its word pieces and its end."""
-        # A question without answers: only the fields that `remember` reads are filled.
-        none = torch.zeros(0, dtype=torch.int64)
+        """Return the answer with the probability of its word pieces and end token."""
+        # `remember` reads images and question alone: there are no answers.
+        empty = torch.zeros(0, dtype=torch.int64)
         batch = VqaBatch(
             task.prepare(images, text, 0, None),
             *task.text([text]),
-            answer_ids=none.view(0, 0),
-            owners=none,
+            answer_ids=empty.view(0, 0),
+            owners=empty,
             shares=torch.zeros(0),
             valid=torch.ones(1, dtype=torch.bool),
         ).to(device)
@@ -100,21 +100,21 @@ def _accuracy(prediction: str, row: Row, version: Version) -> float:
 
 def _exact(row: Row) -> bool:
     answers: Mapping[str, int] = row["answers"]
-    most = max(answers.values())
-    best = {normalise_answer(answer) for answer, count in answers.items() if count == most}
-    return normalise_answer(row["answer"]) in best
+    top = max(answers.values())
+    frequent = {normalise_answer(answer) for answer, count in answers.items() if count == top}
+    return normalise_answer(row["answer"]) in frequent
 
 
 def _most_frequent(rows: Sequence[Row]) -> str:
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["answers"])
-    # Ties by the alphabet, so that the order of shards changes no figure.
+    # Ties in alphabetical order, so that the order of shards changes no figure.
     return min(counts, key=lambda answer: (-counts[answer], answer))
 
 
-def _by_type(types: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Return the questions of each type, by the figure's name."""
+def _type_masks(types: Sequence[Mapping[str, str]]) -> dict[str, NDArray[np.bool_]]:
+    """Return a mask (questions,) for each type, by the figure's name."""
     groups = sorted({part for row_types in types for part in row_types.items()})
     return {
         f"{division}: {kind}": np.array([row_types.get(division) == kind for row_types in types])

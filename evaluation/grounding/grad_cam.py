@@ -1,4 +1,4 @@
-"""Grad-CAM of the cross-attention, as ALBEF maps words to patches."""
+"""Grad-CAM maps of cross-attention from words to patches, as in ALBEF."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlp.layers.blocks import CrossLayer
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 
-# Each map switches its layer's attention over, and back.
+# A map changes its layer's attention for a while: one map at a time.
 _HOOK_LOCK = threading.Lock()
 
 
@@ -25,14 +25,13 @@ def grad_cam(
 ) -> Tensor:
     """Compute Grad-CAM maps of a cross-attention layer for B aligned pairs: (B, N, rows, columns).
 
-    For the probabilities A (heads, queries, keys) of the text stream's attention to the image and
-    the match log-odds y (the difference of both ITM logits, which alone moves the predicted
-    probability): mean over heads of relu(dy/dA) * A, without the column of the image's [CLS]
-    (Selvaraju et al. 2017, on attention as ALBEF does for grounding). Maps are float32 or better,
-    at least 0; row 0 ([CLS]) is the map of the whole text, padding is 0. In the last layer only
-    [CLS] has a non-zero row.
+    Mean over heads of relu(dy/dA) * A (Selvaraju et al. 2017), without the column of the image's
+    [CLS]. A are the probabilities (heads, queries, keys) of the text-to-image cross-attention, y
+    the match log-odds (difference of both ITM logits). Maps are float32 or float64, at least 0; row
+    0 ([CLS]) is the map of the whole text, and rows of padding are 0. In the last layer only the
+    row of [CLS] is not 0.
 
-    layer: cross-modal layer from 0, negative from the end; None is the middle. Modes, hooks and
+    layer: cross-modal layer from 0, negative from the end; None: the middle layer. Modes, hooks and
     gradients of the model are restored.
     """
     number = layer_number(model, layer)
@@ -52,22 +51,22 @@ def grad_cam(
         _text_probabilities(cross_layer.cross_attention) as leaves,
         torch.enable_grad(),
     ):
-        odds = model.match(image, text)
+        log_odds = model.match(image, text)
         (attention,) = leaves
-        # Pairs do not touch each other, so the sum gives each pair its own gradient.
-        (gradient,) = torch.autograd.grad(odds.sum(), attention)
+        # Pairs are independent: the gradient of the sum holds the gradient of each pair.
+        (gradient,) = torch.autograd.grad(log_odds.sum(), attention)
     # bf16 would round the products. Maps stay unscaled, so that words of a pair compare.
-    exact = torch.promote_types(attention.dtype, torch.float32)
-    maps = (gradient.to(exact).relu() * attention.detach().to(exact)).mean(1)[..., 1:]
+    dtype = torch.promote_types(attention.dtype, torch.float32)
+    maps = (gradient.to(dtype).relu() * attention.detach().to(dtype)).mean(1)[..., 1:]
     return maps.unflatten(-1, grid) * text.attention_mask[..., None, None]
 
 
 def layer_number(model: VLPModel, layer: int | None = None) -> int:
-    """Return a cross-modal layer's number, from 0; None and negative ones as in `grad_cam`."""
+    """Return a cross-modal layer's index from 0; `layer` as in `grad_cam`."""
     count = len(model.cross_encoder.layers)
     if count == 0:
-        raise ValueError("the model has no cross-modal layer to take a Grad-CAM map of")
-    # The third of six, as in ALBEF.
+        raise ValueError("Grad-CAM needs a cross-modal layer, and the model has none")
+    # Of six layers the third, as in ALBEF.
     if layer is None:
         return (count - 1) // 2
     if not -count <= layer < count:
@@ -81,7 +80,7 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
 def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
     """Collect the text stream's attention probabilities as leaves that require gradients."""
     # A leaf cuts the graph: only later layers are differentiated, even with frozen parameters.
-    # Other threads may use the model at the same time, and get their own results.
+    # Calls of other threads are left alone.
     thread = threading.get_ident()
     leaves: list[Tensor] = []
     is_text_stream = False
@@ -97,7 +96,7 @@ def _text_probabilities(attention: Attention) -> Iterator[list[Tensor]]:
         leaves.append(probabilities.detach().requires_grad_())
         return leaves[-1]
 
-    # Fused attention never holds its probabilities.
+    # Fused attention does not compute probabilities.
     fused = attention.fused
     hooks = [
         attention.register_forward_pre_hook(note_stream, with_kwargs=True),

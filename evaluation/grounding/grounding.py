@@ -38,7 +38,7 @@ By = Literal["gradcam", "similarity"]
 
 
 class GroundingExample(NamedTuple):
-    """An expression and its image: pixels (3, size, size), tokens of one row, size in pixels."""
+    """Pixels (3, side, side), tokens (1, N) of the expression, (width, height) of the image."""
 
     pixels: torch.Tensor
     tokens: TextTokens
@@ -57,21 +57,22 @@ def evaluate_grounding(
 ) -> Result:
     """Evaluate every expression of every sample; the same for any number of ranks.
 
-    `pointing`: the highest patches of the map all lie in the box. `IoU ≥ 0.5`, for samples with
-    proposals: the best-scored proposal has that overlap with the box; `best possible` is the share
-    of expressions with such a proposal. Chance is a random patch, and a random proposal.
+    Figures are shares of expressions. `pointing`: all highest patches of the map lie in the box;
+    chance is a random patch. For samples with proposals, `IoU ≥ 0.5`: the best-scored proposal has
+    this IoU with the box, chance is a random proposal; `best possible`: some proposal has.
 
     Args:
-        by: source of the map. None is the folder's, with its layer and head as defaults, after
-            fine-tuning for grounding, else Grad-CAM.
+        by: kind of map. None: the folder's after fine-tuning for grounding, else Grad-CAM. With the
+            folder's kind, its layer and head are defaults, too.
+        layer: cross-modal layer as in `grad_cam`.
         head: number of first word pieces that make the map; None: all words. In English the first
             noun is the object: "the circle left of the square".
     """
     settings = map_of(loaded.folder)
     by = by or settings.by
     if by == "similarity" and layer is not None:
-        raise EvaluationError("layer is of Grad-CAM, and the map is made by similarity")
-    # A folder's layer and head were chosen for its own kind of map.
+        raise EvaluationError("layer is an option of Grad-CAM: leave it out, or set by to gradcam")
+    # A folder's layer and head were selected for its kind of map.
     if by == settings.by:
         layer = settings.layer if layer is None else layer
         head = settings.head if head is None else head
@@ -81,12 +82,12 @@ def evaluate_grounding(
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     if head is not None and head < 1:
-        raise EvaluationError(f"an expression's map needs a word piece at least, not {head}")
+        raise EvaluationError(f"head {head}: the map needs at least one word piece")
     last = len(loaded.model.cross_encoder.layers) - 1
     if by == "gradcam" and head is not None and number == last:
         raise EvaluationError(
-            f"in the last cross-modal layer, {last}, the match reads [CLS] alone, and the first "
-            f"{head} word pieces have no map; choose an earlier layer, or by similarity"
+            f"word pieces have no Grad-CAM map in the last cross-modal layer, {last}: set an "
+            "earlier layer, leave head out, or set by to similarity"
         )
     make = partial(
         _example, loaded.preprocess, loaded.text, loaded.model.config.image.patch_size, view
@@ -140,7 +141,7 @@ def _example(
 ) -> GroundingExample:
     """Prepare an expression and its image, in any process."""
     image = decode_image(item.raw.image, item.where)
-    expression = _checked(item, image.size)
+    expression = _expression_text(item, image.size)
     pixels = apply_view(preprocess(image)[None], view, patch_size, number)[0]
     return GroundingExample(pixels, text([expression]), image.size)
 
@@ -149,10 +150,11 @@ def _expressions_in(annotation: Annotation) -> int:
     return len(annotation.expressions or ())
 
 
-def _checked(item: Item, size: tuple[int, int]) -> str:
+def _expression_text(item: Item, size: tuple[int, int]) -> str:
+    """Return the text of an expression; raise BadSample without text, or a box in the image."""
     expressions = item.raw.annotation.expressions or ()
     if item.part >= len(expressions):
-        raise BadSample("no text", f"{item.where}: it has no expression")
+        raise BadSample("no text", f"{item.where}: no expression")
     expression = expressions[item.part]
     x, y, width, height = expression.box
     outside = x >= size[0] or y >= size[1] or x + width <= 0 or y + height <= 0
@@ -176,23 +178,23 @@ def _maps(
     device: torch.device,
     precision: Precision | None,
 ) -> NDArray[np.float64]:
-    """Compute maps (expressions, rows, columns); cosines may be negative everywhere."""
+    """Compute maps (expressions, rows, columns); maps of cosines may be negative."""
     model = loaded.model
-    pixels = torch.stack([item.pixels for item in examples]).to(device)
+    pixels = torch.stack([example.pixels for example in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(item.tokens for item in examples))]
     with torch.no_grad(), inference(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
-    words, real = text.word_mask, text.attention_mask
+    words, attended = text.word_mask, text.attention_mask
     if head is not None:
-        words = real = words & (words.cumsum(-1) <= head)
+        words = attended = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
         with inference(device, precision):
             maps = grad_cam(model, image, text, layer)
-        # (B, N, rows, columns). ALBEF's: the mean over all tokens of the text, [CLS] among them.
-        weights = real[..., None, None]
+        # (B, N, rows, columns). As in ALBEF, the mean over all tokens with [CLS].
+        weights = attended[..., None, None]
         heat = (maps * weights).sum(1) / weights.sum(1).clamp(min=1)
     else:
-        # (B, M, N), float64: rounding must not make two patches equal.
+        # (B, M, N) in float64: rounding must not make two patches equal.
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
         heat = mean.unflatten(-1, model.config.image.grid)
@@ -204,7 +206,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     annotation = item.raw.annotation
     expression = (annotation.expressions or [])[item.part]
     inside = patches_in_box(expression.box, heat.shape, size).reshape(heat.shape)
-    # Equal maxima count as a hit only where all of them lie in the box.
+    # Equal maxima count as a hit only if all of them lie in the box.
     best = np.argwhere(heat == heat.max())
     y, x = best[0]
     centre = ((x + 0.5) * size[0] / heat.shape[1], (y + 0.5) * size[1] / heat.shape[0])
@@ -225,7 +227,7 @@ def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[s
     if annotation.proposals:
         proposals = np.array(annotation.proposals, dtype=np.float64)
         overlap = intersection_over_union(proposals, expression.box)
-        # Negative cosines count nothing in a box's sum, unless the whole map is negative.
+        # Negative cosines count 0 in a box's sum, unless the whole map is negative.
         positive = heat.clip(min=0) if heat.max() > 0 else heat - heat.min()
         best_proposal = int(box_scores(positive, proposals, size).argmax())
         right = overlap >= RIGHT_IOU

@@ -1,4 +1,4 @@
-"""Maps over the patches of an image and boxes, drawn over the image."""
+"""Images with heat maps over their patches, and with boxes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DrawnBox = tuple[Sequence[float], str]
 def overlay_anchors(
     image: Image.Image, share: NDArray[np.floating], boxes: Sequence[DrawnBox] = (), side: int = 128
 ) -> Image.Image:
-    """Draw shares (rows, columns) from 0 to 1 of channel groups; patches with 0 are transparent."""
+    """Draw shares (rows, columns) of channel groups over an image; patches of 0 are transparent."""
     return overlay(image, share, SHARE_COLOURS, np.where(share > 0, 0.75, 0.0), boxes, side)
 
 
@@ -39,7 +39,10 @@ def overlay_heatmap(
     side: int = 240,
     max_heat: float | None = None,
 ) -> Image.Image:
-    """Draw a map (rows, columns), scaled by its maximum; weak patches are more transparent."""
+    """Draw a heat map (rows, columns) over an image; weak patches are more transparent.
+
+    max_heat: value of the strongest colour; None: the map's maximum.
+    """
     max_heat = float(heat.max()) if max_heat is None else max_heat
     scaled = heat / max_heat if max_heat > 0 else heat
     # The square root keeps weak patches visible.
@@ -50,7 +53,7 @@ def draw_boxes(image: Image.Image, boxes: Sequence[DrawnBox] = (), side: int = 2
     """Draw boxes on the image, its longer side `side` pixels."""
     scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    # Patches and shapes of a small image keep their edges.
+    # Enlarged without blur, so that the edges of patches stay sharp.
     resampling = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
     canvas = image.convert("RGB").resize(size, resampling)
     pen = ImageDraw.Draw(canvas)
@@ -63,7 +66,7 @@ def draw_boxes(image: Image.Image, boxes: Sequence[DrawnBox] = (), side: int = 2
 
 
 def data_uri(image: Image.Image, kind: Literal["JPEG", "PNG"] | None = None) -> str:
-    """Return a `data:` URI of the image; by default in the shorter of two formats."""
+    """Return a `data:` URI of the image; None: in the shorter format."""
     if kind is None:
         return min((data_uri(image, "PNG"), data_uri(image, "JPEG")), key=len)
     file = BytesIO()
@@ -79,21 +82,21 @@ def overlay(
     boxes: Sequence[DrawnBox],
     side: int,
 ) -> Image.Image:
-    """Draw values and opacities (rows, columns) from 0 to 1 over the pale image, and boxes."""
+    """Draw values and opacities (rows, columns) from 0 to 1 over a pale grey image, and boxes."""
     pale = image.convert("L").point(lambda grey: 128 + grey // 2).convert("RGB")
     canvas = draw_boxes(pale, (), side).convert("RGBA")
-    painted = colormaps[colours](np.clip(values, 0, 1))
-    painted[..., 3] = np.clip(alpha, 0, 1)
-    layer = Image.fromarray((painted * 255).astype(np.uint8))
+    rgba = colormaps[colours](np.clip(values, 0, 1))
+    rgba[..., 3] = np.clip(alpha, 0, 1)
+    layer = Image.fromarray((rgba * 255).astype(np.uint8))
     # Preprocessing resizes the image to a square, so its patches tile it evenly.
     canvas.alpha_composite(layer.resize(canvas.size, Image.Resampling.NEAREST))
     scale = side / max(image.size)
-    scaled = [([part * scale for part in box], colour) for box, colour in boxes]
-    return draw_boxes(canvas, scaled, max(canvas.size))
+    canvas_boxes = [([part * scale for part in box], colour) for box, colour in boxes]
+    return draw_boxes(canvas, canvas_boxes, max(canvas.size))
 
 
 def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np.float32]:
-    """Return the map (rows, columns) of a phrase in an image, a batch of one: at least 0."""
+    """Return the Grad-CAM map (rows, columns) of a phrase; `image` is a batch of one."""
     with torch.no_grad():
         tokens = (part.to(image.states.device) for part in loaded.text([phrase]))
         text = loaded.model.encode_text(*tokens)
@@ -103,6 +106,6 @@ def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np
         maps = grad_cam(loaded.model, image, text)[0]
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    # As in ALBEF the mean is over all tokens, [CLS] among them.
+    # The mean over all tokens with [CLS], as in ALBEF.
     heat: NDArray[np.float32] = maps[text.attention_mask[0]].mean(0).float().cpu().numpy()
     return heat

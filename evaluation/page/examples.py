@@ -1,4 +1,4 @@
-"""Examples of the page: samples of the shards that are searched, else generated scenes."""
+"""Examples of the page: samples of the gallery, or generated scenes without a gallery."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vlp.scenes.annotation import annotation as annotate
 from vlp.scenes.render import render
 from vlp.scenes.sample import distinct_scenes
 
-# Number of examples; the answer below them stays on the screen.
+# Few, so that the answer below the examples stays on the screen.
 COUNT = 3
 
-# Larger images are reduced, as the browser loads them before the page shows.
+# Maximum side in pixels: the browser loads all examples before it shows the page.
 SIDE = 640
 
 
 class Example(NamedTuple):
-    """An image with a caption of it, a phrase for something in it and a question on it."""
+    """An image with a caption, a phrase for one object, and a question."""
 
     image: Image.Image
     caption: str
@@ -30,7 +30,7 @@ class Example(NamedTuple):
 
 
 def examples(gallery: Gallery | None, count: int = COUNT) -> list[Example]:
-    """Return images of a gallery with their texts, evenly spaced, or of generated scenes."""
+    """Return examples of a gallery, evenly spaced, or of generated scenes if it is None."""
     return [
         Example(image, caption, _phrase(annotation, caption), _question(annotation))
         for image, caption, annotation in (

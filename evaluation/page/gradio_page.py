@@ -1,4 +1,4 @@
-"""A local page around `evaluation.page.session`: it only shows what that says. Needs Gradio."""
+"""A local Gradio page with the actions of `evaluation.page.session`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 HOST, PORT = "127.0.0.1", 7860
 
 
-# Small images fill their frames; a phone shows every tab, and no column leaves its screen.
+# Small images fill their frames; on a phone all tabs and columns fit on the screen.
 STYLE = """
 .image .image-frame img { object-fit: contain; }
 .tiles .grid-wrap { max-height: none; }
@@ -35,7 +35,7 @@ STYLE = """
 .examples td .container { height: 44px !important; width: 60px !important; border: 0 !important; }
 @media (max-width: 600px) {
   .tab-container button { padding: 0 6px; }
-  .found .grid-container { grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
+  .results .grid-container { grid-template-columns: repeat(2, minmax(0, 1fr)) !important; }
   .words .grid-container { grid-template-columns: repeat(3, minmax(0, 1fr)) !important; }
 }
 """
@@ -43,23 +43,23 @@ STYLE = """
 
 def page(session: ModelSession) -> Any:
     """Build the page as `gradio.Blocks`, with an endpoint for each action of the model."""
-    # `/search`, the task's (such as `/answer`), `/match`, `/ground`, `/anchors`.
+    # Endpoints: `/search`, the task's (such as `/answer`), `/match`, `/ground`, `/anchors`.
     gradio = gradio_module()
 
-    def with_errors(act: Callable[..., Answer]) -> Callable[..., Answer]:
-        """Show user errors on the page."""
+    def show_errors(act: Callable[..., Answer]) -> Callable[..., Answer]:
+        """Wrap an action so that wrong inputs show an error on the page."""
 
         def call(*inputs: Any) -> Answer:
             try:
                 return act(*inputs)
             except (EvaluationError, ConfigError) as error:
-                # Gradio would read the message as HTML.
+                # Gradio reads the message as HTML.
                 message = escape(str(error))
                 raise gradio.Error(message, duration=8, print_exception=False) from error
 
         return call
 
-    def action(
+    def add_action(
         button: Any,
         name: str,
         act: Callable[..., Any],
@@ -69,8 +69,8 @@ def page(session: ModelSession) -> Any:
     ) -> None:
         submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
         triggers = [button.click, *submits]
-        event = gradio.on(triggers, with_errors(act), inputs, outputs, api_name=name)
-        # Else the badge of an error, or an older result, would stay in the place of the result.
+        event = gradio.on(triggers, show_errors(act), inputs, outputs, api_name=name)
+        # After an error the outputs are cleared of the error's badge or an older result.
         empty = None if len(outputs) == 1 else [None] * len(outputs)
         event.failure(lambda: empty, None, outputs, api_visibility="private")
         with example_columns[button]:
@@ -78,7 +78,7 @@ def page(session: ModelSession) -> Any:
                 [list(values) for values in zip(*samples, strict=True)],
                 inputs,
                 outputs,
-                with_errors(act),
+                show_errors(act),
                 run_on_click=True,
                 cache_examples=False,
                 label="Examples, answered at one click",
@@ -110,7 +110,7 @@ def page(session: ModelSession) -> Any:
         component = gradio.Image(
             images[0] if visible else None,
             type="filepath",
-            # Gradio hands the file over as it came, and does not decode it.
+            # None: Gradio passes the file on without decoding it.
             image_mode=None,
             label=label,
             sources=["upload", "clipboard"],
@@ -119,9 +119,9 @@ def page(session: ModelSession) -> Any:
             visible=visible,
             elem_classes="image",
         )
-        # Gradio would open the file first, and say nothing useful where it is no image.
-        decode = component.preprocess
-        component.preprocess = lambda upload: (upload and upload.path) or decode(upload)
+        # Gradio's preprocess opens the file, with an unclear error if it is no image.
+        preprocess = component.preprocess
+        component.preprocess = lambda upload: (upload and upload.path) or preprocess(upload)
         return component
 
     def text_input(label: str, texts: Sequence[str]) -> Any:
@@ -154,12 +154,12 @@ def page(session: ModelSession) -> Any:
                     f"The best first with similarity{nearest if session.can_match else ''}; a "
                     "click makes one the image above."
                 )
-                results = image_gallery("found", 4, preview=False)
+                results = image_gallery("results", 4, preview=False)
 
                 def search(text: str) -> list[tuple[Image.Image, str]]:
                     return [(hit.image, hit.text) for hit in session.search(text)]
 
-                action(button, "search", search, [query], [results], [captions])
+                add_action(button, "search", search, [query], [results], [captions])
 
                 def select_image(results: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
                     return results[event.index][0]
@@ -183,18 +183,18 @@ def page(session: ModelSession) -> Any:
                         images, text = values[:-1], values[-1]
                     return dict(session.act(page_action.name, images, text))
 
-                action(button, page_action.name, act, inputs, [answers], samples)
+                add_action(button, page_action.name, act, inputs, [answers], samples)
         if session.can_match:
             with gradio.Tab("Match"):
                 text = text_input("Does this text belong to the image?", captions)
                 button = submit_button("Match")
-                matched = gradio.Label(label="Match")
-                action(
+                probabilities = gradio.Label(label="Match")
+                add_action(
                     button,
                     "match",
                     lambda image, text: dict(session.match(image, text)),
                     [image, text],
-                    [matched],
+                    [probabilities],
                     [images, captions],
                 )
             with gradio.Tab("Ground"):
@@ -203,7 +203,7 @@ def page(session: ModelSession) -> Any:
                 gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
                 with gradio.Row():
                     plain, heat = image_output(), image_output()
-                action(
+                add_action(
                     button,
                     "ground",
                     session.ground,
@@ -216,7 +216,7 @@ def page(session: ModelSession) -> Any:
             button = submit_button("Show")
             gradio.Markdown("For each word the share of channel groups that anchor a patch.")
             words = image_gallery("words", 6, preview=True)
-            action(
+            add_action(
                 button,
                 "anchors",
                 lambda image, text: [(hit.image, hit.text) for hit in session.anchors(image, text)],
@@ -228,7 +228,7 @@ def page(session: ModelSession) -> Any:
 
 
 def abilities(session: ModelSession) -> str:
-    """Describe the model's training and the requirements of the other actions."""
+    """Return a sentence on the model's training, and the requirements of missing actions."""
     requirements = {
         "Search": None if session.gallery is not None else "`--shards DIR`",
         "Match and Ground": None if session.can_match else "a model trained by ITM",
@@ -245,7 +245,7 @@ def abilities(session: ModelSession) -> str:
 def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
     """Serve the page without a public link, until interrupted (`block`) or in the background."""
     gradio, blocks = gradio_module(), page(session)
-    # The usual theme would fetch its fonts from a server.
+    # The default theme loads fonts from a server.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     try:
         blocks.launch(
@@ -261,7 +261,7 @@ def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool
     except OSError as error:
         raise EvaluationError(f"{host}:{port} cannot be used ({error}); try --port") from error
     except ValueError as error:
-        # Gradio asks for its own page, and wants a public link where a proxy answers instead.
+        # Gradio requests its own page, and raises ValueError if a proxy answers instead.
         blocks.close()
         raise EvaluationError(
             f"the page at {host}:{port} does not answer; is a proxy in the way (set "
@@ -271,11 +271,11 @@ def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool
 
 
 def gradio_module() -> Any:
-    """Import Gradio without telemetry, with images in a folder of this user alone."""
-    # Before the import: Gradio asks its servers for its newest version and counts starts.
+    """Import Gradio without telemetry, with uploads in a private folder."""
+    # Set before the import, which requests the newest version and counts starts.
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     if "GRADIO_TEMP_DIR" not in os.environ:
-        # Its own choice, /tmp/gradio, belongs to its first user, and all may read uploads there.
+        # The default, /tmp/gradio, belongs to its first user, and is readable by all.
         folder = tempfile.mkdtemp(prefix="vlp-page-")
         os.environ["GRADIO_TEMP_DIR"] = folder
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

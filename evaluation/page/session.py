@@ -1,6 +1,6 @@
-"""A model to try by hand: search, its task's predictions, matches, maps, anchors.
+"""Actions of the page with one model: search, predictions, match, Grad-CAM maps, anchors.
 
-User errors are EvaluationErrors with a line to show on `evaluation.page.gradio_page`.
+Wrong inputs raise EvaluationError, which `evaluation.page.gradio_page` shows in one line.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 
-import vlp
-from evaluation.downstream.predict import has_task, match_of
+from evaluation.downstream.predict import match_of
 from evaluation.downstream.registry import get_evaluation, page_actions
-from evaluation.downstream.task_evaluation import PageAction
+from evaluation.downstream.task_evaluation import PageAction, load_for_evaluation, load_model
 from evaluation.encoder import encode_image
 from evaluation.grounding.heatmaps import draw_boxes, overlay_anchors, overlay_heatmap, phrase_heat
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
-from evaluation.results import NEVER_MATCHED
+from evaluation.results import UNTRAINED_MATCH
 from evaluation.retrieval.gallery import Gallery
-from evaluation.samples import CaptionedSample, EvaluationError, single_line_errors
+from evaluation.samples import CaptionedSample, EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import MAX_IMAGE_BYTES, limits
@@ -32,23 +31,23 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
-from vlp.tasks.downstream.task import Downstream, load_task
+from vlp.tasks.downstream.task import Downstream, has_task
 
-# An image, or the file that was uploaded, which is decoded within the limits of samples.
+# An image, or an uploaded file.
 ImageInput = Image.Image | str | Path | None
 
-# Pixels of the longer side of an image that is sent back.
+# Pixels of the longer side of an image that the page shows.
 DISPLAY_SIDE = 480
 
-# Larger images are first reduced to about this multiple of the model's image side.
+# Larger images are reduced to about this multiple of the model's image side.
 DECODED_SIDES = 2
 
-# Images cached as read and encoded, for the other tabs.
+# Images cached for the other tabs.
 CACHED_IMAGES = 4
 
 
 class EncodedImage:
-    """A user's image, upright and RGB, resized once and encoded at most once."""
+    """A user's image, upright, RGB and reduced, with cached features."""
 
     def __init__(
         self, image: ImageInput, min_side: int, loaded: Loaded, device: torch.device
@@ -56,7 +55,7 @@ class EncodedImage:
         if image is None:
             raise EvaluationError("choose an image first")
         self._loaded, self._device = loaded, device
-        # An uploaded JPEG is decoded at about the size that it is reduced to.
+        # A JPEG is decoded at about the reduced size.
         source = image if isinstance(image, Image.Image) else _uploaded(Path(image), min_side)
         self.image = _reduced(upright_rgb(source), min_side)
 
@@ -74,7 +73,7 @@ class CaptionedImage(NamedTuple):
 
 
 class ModelSession:
-    """A model folder, and perhaps images to search; `kind` is the fine-tuned task, or None."""
+    """A model folder, and a gallery of `shards` to search."""
 
     def __init__(
         self,
@@ -87,46 +86,44 @@ class ModelSession:
         self.name = str(folder)
         self.device = torch.device(device) if device is not None else default_device()
         self._task: Downstream | None = None
-        with single_line_errors():
-            if has_task(folder):
-                self._task = load_task(folder)
-                self.loaded = Loaded(self._task.model, self._task.text, self._task.preprocess)
-            else:
-                self.loaded = vlp.load(str(folder))
+        if has_task(folder):
+            self._task = load_for_evaluation(folder)
+            self.loaded = Loaded(self._task.model, self._task.text, self._task.preprocess)
+        else:
+            self.loaded = load_model(folder)
         (self._task or self.loaded.model).to(self.device).eval()
-        self.gallery = (
-            Gallery(self.loaded, shards, EvalOptions(limit, device=self.device)) if shards else None
-        )
+        options = EvalOptions(limit, device=self.device, progress=True)
+        self.gallery = Gallery(self.loaded, shards, options) if shards else None
         self._min_side = max(DISPLAY_SIDE, DECODED_SIDES * self.loaded.preprocess.image_size)
-        # By file, time and size: the page names uploads by their content.
+        # Further arguments are part of the key: time, size and limits.
         self._read = lru_cache(CACHED_IMAGES)(lambda file, *_: self._image(file))
 
     @property
     def kind(self) -> str | None:
-        """Return the task it was fine-tuned for."""
+        """Return the fine-tuned task; None for a pretrained model."""
         return None if self._task is None else self._task.kind
 
     @property
     def action(self) -> PageAction | None:
-        """Return the action of its task, None for a pretrained model."""
+        """Return the action of the task; None for a pretrained model."""
         return None if self.kind is None else get_evaluation(self.kind).action
 
     @property
     def image_count(self) -> int:
-        """Return the number of images that an action takes."""
+        """Return the number of images that the task takes."""
         return 1 if self.kind is None else get_evaluation(self.kind).image_count(self._task)[0]
 
     @property
     def can_match(self) -> bool:
-        """Return whether the match score was trained; Grad-CAM takes its gradients."""
+        """Return True if the match score is trained, which Grad-CAM needs, too."""
         return self.loaded.model.match_is_trained
 
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
-        """Return images that fit a text, the best first, re-ranked by the cross-modal encoder."""
+        """Return the best images for a text; the cross-modal encoder re-ranks the first ones."""
         if self.gallery is None:
             raise EvaluationError("there is nothing to search: start the page with --shards DIR")
         gallery = self.gallery
-        # An untrained match score would shuffle the best.
+        # An untrained match score would shuffle the best images.
         rerank = rerank if self.can_match else 0
         results = []
         for hit in gallery.search(_require_text(text), top, rerank):
@@ -140,14 +137,14 @@ class ModelSession:
     def act(
         self, name: str, images: Sequence[ImageInput], text: str | None = None
     ) -> list[tuple[str, float]]:
-        """Predict by the `PageAction` `name`, likeliest first with probabilities."""
+        """Return predictions of the action `name` with probabilities, the likeliest first."""
         task = self._task
         if task is None or self.action is None or self.action.name != name:
             raise self._wrong_task(name)
         prompt = "" if self.action.text is None else _require_text(text or "")
         if len(images) != self.image_count:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
-            raise EvaluationError(f"{task.kind} is about {count}, not {len(images)}")
+            raise EvaluationError(f"{task.kind} takes {count}, not {len(images)}")
         decoded = [self._encoded(image).image for image in images]
         with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
             return get_evaluation(task.kind).predict_item(task, decoded, prompt, self.device)
@@ -157,13 +154,13 @@ class ModelSession:
         self._require_match()
         encoded, caption = self._encoded(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
-            # In float32, as the maps of the other tabs are made of them, too.
+            # In float32, as maps of other tabs use the cached features, too.
             features = encoded.features
             with inference(self.device, None):
                 return match_of(self.loaded, features, caption)
 
     def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:
-        """Return the image, and again with the Grad-CAM map of a phrase over it."""
+        """Return the image, and the image under the Grad-CAM map of a phrase."""
         self._require_match()
         encoded, query = self._encoded(image), _require_text(phrase)
         with evaluating(self.loaded.model, self.device):
@@ -172,7 +169,7 @@ class ModelSession:
         return plain, overlay_heatmap(plain, heat, side=DISPLAY_SIDE)
 
     def anchors(self, image: ImageInput, text: str) -> list[CaptionedImage]:
-        """Return the image, and for each word the share of groups that anchor each patch."""
+        """Return the image, and a map per word: share of channel groups that anchor each patch."""
         encoded, caption = self._encoded(image), _require_text(text)
         sample = CaptionedSample(encoded.image, [caption], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:
@@ -189,7 +186,7 @@ class ModelSession:
     def _require_match(self) -> None:
         if not self.can_match:
             raise EvaluationError(
-                f"{self.name}: {NEVER_MATCHED}; search and anchors work without it"
+                f"{self.name}: {UNTRAINED_MATCH}; search and anchors need no match"
             )
 
     def _encoded(self, image: ImageInput) -> EncodedImage:
@@ -212,17 +209,17 @@ class ModelSession:
 def _require_text(text: str) -> str:
     if not (text or "").strip():
         raise EvaluationError("type a text first")
-    # The tokenizer takes 90 bytes a letter.
     if len(text) > MAX_TEXT:
         raise EvaluationError(f"the text has {len(text):,} letters; at most {MAX_TEXT:,} are read")
     return text.strip()
 
 
+# Letters; the tokenizer needs 90 bytes of memory for each.
 MAX_TEXT = 100_000
 
 
 def _reduced(image: Image.Image, min_side: int) -> Image.Image:
-    """Reduce an image to a smaller side of at most `min_side` pixels."""
+    """Reduce an image to a shorter side of `min_side` pixels; return smaller ones unchanged."""
     scale = min_side / min(image.size)
     if scale >= 1:
         return image

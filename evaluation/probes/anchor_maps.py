@@ -1,4 +1,4 @@
-"""Maps of the anchors of each word of a caption in its image, and figures derived from them."""
+"""Maps of the anchors, anchor paths and Grad-CAM of each word of a caption over its image."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Box = tuple[float, ...]
 
 
 class WordMap(NamedTuple):
-    """One word and, for each patch (rows, columns), the share of channel groups that anchor it."""
+    """A word and its map (rows, columns): share of channel groups that anchor each patch."""
 
     word: str
     heat: NDArray[np.float32]
-    # Of objects that the word may name, in pixels of the image, where known.
+    # Boxes of objects that the word may name, in pixels; empty if unknown.
     boxes: Sequence[Box] = ()
 
 
 class AnchorMap(NamedTuple):
-    """An image, its caption, and one map for each word of the caption."""
+    """An image, its caption, a map per word, and the threshold of anchors."""
 
     image: Image.Image
     caption: str
@@ -55,7 +55,7 @@ class AnchorDetail(NamedTuple):
 
     image: Image.Image
     caption: str
-    # Words of the tokenizer, and boxes of objects that they may name, in pixels of the image.
+    # Words as the tokenizer splits them, and boxes of objects that they may name, in pixels.
     words: list[str]
     boxes: list[Sequence[Box]]
     # (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.
@@ -64,8 +64,9 @@ class AnchorDetail(NamedTuple):
     # reach the patch; 0 where not reachable.
     path: NDArray[np.float32]
     reachable: NDArray[np.bool_]
-    # (W, rows, columns) and, of [CLS], (rows, columns): unscaled, of cross-modal layer `layer`.
+    # (W, rows, columns), unscaled, of cross-modal layer `layer`.
     gradcam: NDArray[np.float32]
+    # (rows, columns), the same of [CLS].
     gradcam_caption: NDArray[np.float32]
     threshold: float
     layer: int
@@ -83,7 +84,7 @@ def anchor_maps(
 ) -> list[AnchorMap]:
     """Compute anchor maps of the first caption of the first `count` usable samples.
 
-    An anchor is a patch, word and channel group with a similarity S (Eq. 3) of at least the model's
+    A patch anchors a word in a channel group if their similarity S (Eq. 3) is at least the model's
     threshold (Eq. 4).
     """
     samples = first_samples(shards, count)
@@ -100,11 +101,11 @@ def anchor_details(
 ) -> list[AnchorDetail]:
     """Compute anchors, paths and Grad-CAM maps of the first caption of each sample."""
     try:
-        number = layer_number(loaded.model, layer)
+        index = layer_number(loaded.model, layer)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     with evaluating(loaded.model, device) as torch_device:
-        return [_detail(loaded, sample, number, torch_device) for sample in samples]
+        return [_detail(loaded, sample, index, torch_device) for sample in samples]
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
@@ -141,11 +142,11 @@ def map_caption(
     device: torch.device,
     features: ImageFeatures | None = None,
 ) -> AnchorMap:
-    """Compute anchor maps of a sample's first caption; `features` are the image's, if known."""
+    """Compute anchor maps of a sample's first caption; `features` saves encoding the image."""
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
         image = features or encode_image(loaded, sample.image, device)
-        text = _encoded_caption(loaded, sample, device)
+        text = _encode_caption(loaded, sample, device)
         # Mean over channel groups: (N, rows, columns).
         share = _anchors(model, image, text).mean(1).cpu().numpy()
     pieces, boxes = loaded.text.words(caption), _boxes(sample)
@@ -165,10 +166,10 @@ def _detail(
     word_pieces = [list(tokens) for tokens in word_positions(pieces)]
     with torch.no_grad():
         image = encode_image(loaded, sample.image, device)
-        text = _encoded_caption(loaded, sample, device)
+        text = _encode_caption(loaded, sample, device)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {caption!r} holds no word")
-        _warn_if_cut(loaded.text, caption)
+        _warn_if_truncated(loaded.text, caption)
         anchors = _anchors(model, image, text).cpu()
         path, reachable = (part.cpu() for part in _paths(model, image, text))
         match = float(model.match(image, text))
@@ -193,15 +194,15 @@ def _detail(
     )
 
 
-def _encoded_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -> TextFeatures:
+def _encode_caption(loaded: Loaded, sample: CaptionedSample, device: torch.device) -> TextFeatures:
     tokens = (part.to(device) for part in loaded.text(sample.captions[:1]))
     return loaded.model.encode_text(*tokens)
 
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
-    """Return the patches that anchor each token in each group: (N, G, rows, columns), 0 or 1."""
+    """Return 1 for patches that anchor a token in a channel group: (N, G, rows, columns)."""
     paths = model.anchors(image, text)
-    # Models without ACE-RPE, or with constant paths, have anchors in the features it would read.
+    # Without ACE-RPE, or with constant paths: similarities of the features that it would read.
     if paths is not None and "anchor" in model.config.cross.position:
         similarity = paths.similarity[0]
     else:
@@ -214,9 +215,9 @@ def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[T
     """Return path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
     paths = model.anchors(image, text)
     if paths is None:
-        nothing = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
-        return nothing, nothing.bool()
-    # The image side of the path counts [CLS].
+        empty = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
+        return empty, empty.bool()
+    # Row 0 of `image_path` is [CLS].
     return _by_token(model, paths.image_path[0, 1:].float()), _by_token(model, paths.reachable[0])
 
 
@@ -226,14 +227,14 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
 
 
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
-    """Return boxes by word of the first caption, empty if unknown."""
+    """Return boxes by word index of the first caption; empty if unknown."""
     words = words_with_boxes(sample.annotation)
     return {word.position: word.boxes for word in words if word.caption == 0}
 
 
-def _warn_if_cut(text: TextProcessor, caption: str) -> None:
-    # Pieces never span white space, and [CLS] and [SEP] frame each part.
-    pieces = sum(len(text.words(part)) - 2 for part in caption.split())
-    room = text.max_tokens - 2
-    if pieces > room:
-        logger.warning("the text has %d word pieces, the model reads the first %d", pieces, room)
+def _warn_if_truncated(text: TextProcessor, caption: str) -> None:
+    # `words` truncates, so pieces are counted word by word, without [CLS] and [SEP].
+    pieces = sum(len(text.words(word)) - 2 for word in caption.split())
+    limit = text.max_tokens - 2
+    if pieces > limit:
+        logger.warning("the text has %d word pieces, the model reads the first %d", pieces, limit)

@@ -1,4 +1,4 @@
-"""Anchor maps as images: an overview of several captions, and a grid with all of one caption."""
+"""Anchor maps as images: an overview of several captions, and all maps of one caption."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from evaluation.grounding.heatmaps import (
 )
 from evaluation.probes.anchor_maps import AnchorDetail, AnchorMap, Box
 
-# Inches.
+# Width of a panel in inches.
 PANEL = 1.25
-# Pixels of an image's longer side; a panel has fewer.
+# Pixels of an image's longer side, more than a panel shows.
 SIDE = 400
 
 
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
     """Draw a row of panels for each caption into a file, with `dots` pixels per inch.
 
-    Each patch of the pale image shows the share of channel groups in which the word anchors it.
-    Green boxes are those of objects that the word may name.
+    A panel shows for each patch the share of channel groups in which it anchors the word, and green
+    boxes of the objects that the word may name.
     """
     columns = 1 + max(len(row.words) for row in maps)
     figure = Figure(figsize=(PANEL * columns + 1.2, (PANEL + 0.55) * len(maps) + 0.4))
@@ -59,18 +59,18 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
 def draw_anchor_detail(
     detail: AnchorDetail, path: str | Path, groups: int = 8, dots: int = 120
 ) -> Path:
-    """Draw all maps of one image and caption into a file, one row for each word.
+    """Draw all maps of one image and caption into a file, with `dots` pixels per inch.
 
-    The first row has the image and the caption's Grad-CAM map. A word's row has the share of
-    channel groups that anchor each patch, its Grad-CAM map (scaled by the words' largest), and the
+    The first row has the image and the caption's Grad-CAM map. The row of a word has the share of
+    channel groups that anchor each patch, the Grad-CAM map (all words have one scale), and the
     anchor paths of the first `groups` groups: dots are anchors, clear patches are not reachable.
     """
     path_groups = min(groups, detail.path.shape[1])
     width, height = detail.image.size
-    # Very long images would leave panels without width or height.
-    tall = PANEL * min(max(height / width, 0.4), 2.5)
+    # Panels of very long images keep some width and height.
+    panel_height = PANEL * min(max(height / width, 0.4), 2.5)
     rows, columns = 1 + len(detail.words), 2 + path_groups
-    size = PANEL * columns + 1.2, (tall + 0.2) * rows + 1.6
+    size = PANEL * columns + 1.2, (panel_height + 0.2) * rows + 1.6
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for panel in axes.flat:
@@ -80,7 +80,7 @@ def draw_anchor_detail(
     titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(path_groups))]
     for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
         panel.set_title(title, fontsize=8, pad=3)
-    # One scale for all words, so that their maps compare; a path of 1 everywhere still has one.
+    # One scale for all words, so that maps compare. 1.01: a scale for paths that are all 1.
     max_heat, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         first, second, *others = axes[row + 1]
@@ -106,7 +106,7 @@ def draw_anchor_detail(
         f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1}) · "
         f"{path_groups} of {detail.path.shape[1]} groups; dots: anchors, clear: not reachable"
     )
-    # A letter of the title is about 0.075 inches wide.
+    # A letter is about 0.075 inches wide.
     letters = int(size[0] / 0.075)
     caption = textwrap.wrap(detail.caption, letters, max_lines=2, placeholder=" …")
     # A caption may hold dollar signs, which are no formula.
@@ -129,7 +129,7 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
     boxes = _coloured(detail.boxes[word])
     image = overlay(detail.image, values, PATH_COLOURS, alpha, boxes, SIDE)
     panel.imshow(image)
-    # Patches share the image out evenly; the centre of its first pixel is 0.
+    # Patches tile the image evenly; the centre of its first pixel is at 0.
     steps = np.array(image.size[::-1]) / values.shape
     rows, columns = ((np.argwhere(detail.anchors[word, group] > 0) + 0.5) * steps - 0.5).T
     panel.scatter(columns, rows, s=5, facecolor="white", edgecolor="black", linewidth=0.5)

@@ -1,4 +1,4 @@
-"""Foils: captions scored against the same captions with one thing exchanged."""
+"""Foils: scores of captions compared with the same captions with one thing exchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = 128
 
 
 class FoiledImage(NamedTuple):
-    """Pixels (3, size, size), and (caption, foil, kind) of every foil."""
+    """Pixels (3, side, side), and (caption, foil, kind) of every foil."""
 
     pixels: torch.Tensor
     foils: list[tuple[str, str, str]]
@@ -45,28 +45,28 @@ def evaluate_foils(
 ) -> Result:
     """Compare every caption with its foils; the same for any number of ranks.
 
-    Figures are named `SCORER, KIND`: share of pairs in which the caption scores higher, ties wrong,
-    chance a half. Scorers: `match`, the cross-modal encoder's log-odds; `dual`, the cosine of both
-    encoders' features. Kinds: `all` and the kinds of `vlp.data.text.foils.make_foils`.
+    Figures are called `SCORER, KIND`: share of pairs in which the caption scores higher than the
+    foil; chance is 1/2, and ties are wrong. Scorers: `match`, the cross-modal encoder's log-odds;
+    `dual`, the cosine of both encoders' features. Kinds: `all`, and those of `make_foils`.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
     def score_block(examples: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
         with torch.no_grad(), inference(torch_device, options.precision):
-            return list(_rows(loaded, examples, torch_device))
+            return list(_score_pairs(loaded, examples, torch_device))
 
     with evaluating(loaded.model, options.device) as torch_device:
         try:
             rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
         except EvaluationError as error:
-            raise EvaluationError(f"{error}; foils are made of English captions") from error
+            raise EvaluationError(f"{error}; foils need English captions") from error
     kinds = np.array([row["kind"] for row in rows])
     values, masks = {}, {}
     for scorer in SCORERS:
-        right = np.array([row[scorer][0] > row[scorer][1] for row in rows])
+        correct = np.array([row[scorer][0] > row[scorer][1] for row in rows])
         for kind in ("all", *(kind for kind in FOIL_KINDS if kind in kinds)):
-            values[f"{scorer}, {kind}"] = right
+            values[f"{scorer}, {kind}"] = correct
             masks[f"{scorer}, {kind}"] = (kinds == kind) | (kind == "all")
     images = [row["image"] for row in rows]
     figures = clustered_figures(
@@ -83,16 +83,16 @@ def evaluate_foils(
 
 
 def examples(result: Result, count: int) -> Iterator[str]:
-    """Yield pairs of each kind with their scores."""
-    # Each from another image, as captions of one image give much the same foils.
+    """Yield `count` pairs of each kind as text: kind, caption, foil, and scores of both."""
     for kind in FOIL_KINDS:
-        rows: dict[str, dict[str, Any]] = {}
+        # One pair per image, as captions of an image have similar foils.
+        by_image: dict[str, dict[str, Any]] = {}
         for row in result.predictions or ():
-            if row["kind"] == kind and len(rows) < count:
-                rows.setdefault(row["image"], row)
-        for row in rows.values():
-            marks = ", ".join(f"{name} {row[name][0]:.3f} {row[name][1]:.3f}" for name in SCORERS)
-            yield f"{kind}\n  {row['caption']}\n  {row['foil']}\n  {marks}"
+            if row["kind"] == kind and len(by_image) < count:
+                by_image.setdefault(row["image"], row)
+        for row in by_image.values():
+            scores = ", ".join(f"{name} {row[name][0]:.3f} {row[name][1]:.3f}" for name in SCORERS)
+            yield f"{kind}\n  {row['caption']}\n  {row['foil']}\n  {scores}"
 
 
 def _prepare(
@@ -119,41 +119,46 @@ def _prepare(
     )
 
 
-def _rows(
+def _score_pairs(
     loaded: Loaded, examples: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Score all pairs of some images, without foils whose tokens equal the caption's."""
-    pairs = [
-        (number, *foil) for number, (_, inputs) in enumerate(examples) for foil in inputs.foils
+    """Yield a row with scores for each (caption, foil) with different tokens."""
+    foils = [
+        (image, *foil) for image, (_, example) in enumerate(examples) for foil in example.foils
     ]
-    if not pairs:
+    if not foils:
         return
     model = loaded.model
-    texts = list(dict.fromkeys(text for _, caption, foil, _ in pairs for text in (caption, foil)))
-    row_of = {text: row for row, text in enumerate(texts)}
+    texts = list(dict.fromkeys(text for _, caption, foil, _ in foils for text in (caption, foil)))
+    index_of = {text: index for index, text in enumerate(texts)}
     tokens = loaded.text(texts)
-    text = model.encode_text(*(part.to(device) for part in tokens))
-    image = model.encode_image(torch.stack([inputs.pixels for _, inputs in examples]).to(device))
-    # A caption recurs in the pairs of its foils; each (image, text) is scored once.
-    queries = list(dict.fromkeys((n, row_of[text]) for n, *sides, _ in pairs for text in sides))
+    text_features = model.encode_text(*(part.to(device) for part in tokens))
+    pixels = torch.stack([example.pixels for _, example in examples])
+    image_features = model.encode_image(pixels.to(device))
+    # A caption has several foils, but each pair (image, text) is scored once.
+    pairs = list(
+        dict.fromkeys(
+            (image, index_of[text]) for image, caption, foil, _ in foils for text in (caption, foil)
+        )
+    )
     scores: dict[tuple[int, int], tuple[float, float]] = {}
-    for start in range(0, len(queries), PAIRS):
-        chunk = queries[start : start + PAIRS]
-        rows, columns = torch.tensor(chunk, device=device).T
-        images, candidates = image.select(rows), text.select(columns)
-        dual = (images.feature.double() * candidates.feature.double()).sum(-1)
-        scores |= dict(zip(chunk, zip(model.match(images, candidates).tolist(), dual.tolist())))
-    for number, caption, foil, kind in pairs:
-        a, b = row_of[caption], row_of[foil]
-        # Where the tokenizer cuts the text before the exchange, both read the same tokens.
-        if not torch.equal(tokens.text_ids[a], tokens.text_ids[b]):
-            values = zip(scores[number, a], scores[number, b])
-            item = examples[number][0]
+    for start in range(0, len(pairs), PAIRS):
+        chunk = pairs[start : start + PAIRS]
+        image_indices, text_indices = torch.tensor(chunk, device=device).T
+        images, captions = image_features.select(image_indices), text_features.select(text_indices)
+        dual = (images.feature.double() * captions.feature.double()).sum(-1)
+        scores |= dict(zip(chunk, zip(model.match(images, captions).tolist(), dual.tolist())))
+    for image, caption, foil, kind in foils:
+        caption_index, foil_index = index_of[caption], index_of[foil]
+        # Equal tokens: the tokenizer truncated the texts before the exchange.
+        if not torch.equal(tokens.text_ids[caption_index], tokens.text_ids[foil_index]):
+            by_scorer = zip(scores[image, caption_index], scores[image, foil_index])
+            item = examples[image][0]
             yield {
                 "key": item.raw.key,
                 "image": item.raw.image_name,
                 "kind": kind,
                 "caption": caption,
                 "foil": foil,
-                **dict(zip(SCORERS, map(list, values))),
+                **dict(zip(SCORERS, map(list, by_scorer))),
             }

@@ -25,10 +25,11 @@ from vlp.positions import (
 )
 
 WIDTH, HEADS = 64, 2
+# Random contents whose logits are averaged.
 CONTENTS = 64
-# Random numbers that a table starts from are smaller.
+# Initial values of tables are smaller; an option may set a larger constant.
 SMALL = 0.1
-ON_CONTENTS = ("cope", "sape")
+CONTENT_BIASES = ("cope", "sape")
 HOOKS = {
     "tokens": "on the tokens, once at the input",
     "inputs": "on what enters the projections of each layer",
@@ -39,14 +40,14 @@ HOOKS = {
 
 
 class PositionMap(NamedTuple):
-    """A map (rows, columns), and the kind of its numbers."""
+    """A map (rows, columns), and the kind of its values: cosine, logit or bias."""
 
     kind: str
     values: NDArray[np.float64]
 
 
 def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) -> str:
-    """List an encoding's hooks, parameters, and options with types and values."""
+    """Describe an encoding in text: hooks, parameters, and options with types and values."""
     try:
         sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
         encoding = create_fitting_position(name, sizes, **options)
@@ -86,15 +87,15 @@ def draw_map(name: str, grid: tuple[int, int], options: Mapping[str, Any], file:
 def position_map(
     name: str, grid: tuple[int, int], query: tuple[int, int], **options: Any
 ) -> PositionMap:
-    """Compute the map of one encoding: one query patch against all patches.
+    """Compute the map of one encoding: a query patch with all patches.
 
-    For token encodings the cosine of their vectors (Fig. 2 of Li et al. 2021), for rotations the
-    mean logit of equal random contents, for biases the bias itself. CoPE and SaPE depend on
-    contents: an image of two regions, a disc on a ground.
+    Token encodings: cosine of their vectors (Fig. 2 of Li et al. 2021). Rotations: mean logit of
+    equal random contents. Biases: the bias. CoPE and SaPE depend on contents, here of two regions,
+    a disc and its background.
     """
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
-    # A map is the same in every call.
+    # Tables and contents are random, but the same in every call.
     torch.manual_seed(0)
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}
     encoding = create_fitting_position(name, sizes, **options).double().eval()
@@ -104,16 +105,15 @@ def position_map(
         vectors = encoding("tokens", torch.zeros(1, grid[0] * grid[1], WIDTH).double(), context)[0]
         values, kind = torch.cosine_similarity(vectors[query_patch], vectors, dim=-1), "cosine"
     elif "rotate" in encoding.hooks:
-        values, kind = _rotated(encoding, grid, query_patch), "logit"
+        values, kind = _rotation_logits(encoding, grid, query_patch), "logit"
     else:
         # Tables from N(0, 1) show which patches share a row, as in Figs 5-9 of Wu et al. 2021.
         for parameter in encoding.parameters():
-            # Zeros and small random numbers are not yet a bias; a start that an option sets is.
+            # A non-zero constant is a start that an option sets: it stays.
             constant = bool(parameter.any()) and parameter.min() == parameter.max()
             if parameter.abs().max() < SMALL and not constant:
                 nn.init.normal_(parameter)
-        values = _bias(encoding, grid, query_patch, name in ON_CONTENTS)
-        kind = "bias"
+        values, kind = _bias(encoding, grid, query_patch, name in CONTENT_BIASES), "bias"
     return PositionMap(kind, values.view(grid).numpy())
 
 
@@ -122,8 +122,8 @@ def _contents(count: int, tokens: int) -> Tensor:
     return torch.randn(count, HEADS, 1, WIDTH // HEADS).double().expand(-1, -1, tokens, -1)
 
 
-def _rotated(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int) -> Tensor:
-    """Return q_i . k_j of equal contents, averaged over contents: (T,)."""
+def _rotation_logits(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int) -> Tensor:
+    """Return q_i . k_j / channels of equal contents, averaged over contents and heads: (T,)."""
     contents = _contents(CONTENTS, grid[0] * grid[1])
     query, key = encoding("rotate", contents, contents, PositionContext(grid))
     logits = (query[:, :, query_patch, None] * key).sum(-1) / contents.shape[-1]
@@ -131,19 +131,19 @@ def _rotated(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int
 
 
 def _bias(
-    encoding: PositionEncoding, grid: tuple[int, int], query_patch: int, on_contents: bool
+    encoding: PositionEncoding, grid: tuple[int, int], query_patch: int, two_regions: bool
 ) -> Tensor:
-    """Return the bias of one query's row, of the first head: (T,)."""
+    """Return the bias of the query patch with all patches, of the first head: (T,)."""
     tokens = grid[0] * grid[1]
     contents = _contents(1, tokens)
-    if on_contents:
+    if two_regions:
         contents = torch.where(disc(grid).flatten()[:, None], _contents(1, 1), contents)
     bias = encoding("bias", contents, contents, PositionContext(grid))
     return bias.expand(1, HEADS, tokens, tokens)[0, 0, query_patch]
 
 
 def disc(grid: tuple[int, int]) -> Tensor:
-    """Return the image region for CoPE and SaPE: (rows, columns) bool."""
+    """Return a disc-shaped region of patches: (rows, columns) bool."""
     row, column = torch.arange(grid[0])[:, None], torch.arange(grid[1])
     centre = (grid[0] * 0.4, grid[1] * 0.4)
     radius = 0.28 * min(grid)
@@ -151,7 +151,7 @@ def disc(grid: tuple[int, int]) -> Tensor:
 
 
 def position_list() -> str:
-    """List all encodings with their hooks and a description, a line each."""
+    """Return a line for each encoding: name, hooks and description."""
     lines = []
     for name in list_positions():
         kind = position_class(name)

@@ -37,7 +37,7 @@ SCORERS = ("dual", "match", "words")
 
 
 class Swap(NamedTuple):
-    """Pixels (2, 3, size, size) and captions; caption i is true of image i."""
+    """Pixels (2, 3, side, side) and captions; caption i is true of image i alone."""
 
     pixels: torch.Tensor
     captions: tuple[str, str]
@@ -48,14 +48,14 @@ class SwapResult(Result):
     """Figures by (scorer, kind, score); kind `all` is over every swap.
 
     Scorers: `dual`, cosine of both encoders' features; `match`, the cross-modal encoder's log-odds;
-    `words`, given a masked language modelling head, log-probability of the words that the captions
-    do not share, all masked. Scores: `pair`, share of the four comparisons (each image's two
-    captions, each caption's two images) that come out right; `text`, both images get their caption;
-    `image`, both captions get their image; `group`, both. Ties count against the model.
+    `words`, for a model with MLM head, log-probability of the words that differ between the
+    captions, all masked. Scores: `text`, both images prefer their caption; `image`, both captions
+    prefer their image; `group`, `text` and `image`; `pair`, share of these four comparisons that
+    are right. Ties are wrong.
     """
 
     def table(self) -> Table:
-        """Return one row for each scorer and kind, in percent."""
+        """Return a row per scorer and kind, in percent."""
         rows = [
             [f"{scorer}, {kind}", *(self.figures[scorer, kind, s].percent() for s in SCORES)]
             for scorer, kind in dict.fromkeys(key[:2] for key in self.figures)
@@ -74,7 +74,7 @@ def evaluate_swaps(
 ) -> SwapResult:
     """Score every swap; the same for any number of ranks.
 
-    view: `image`; `shuffled`, patches in random order, without positions; `blank`, the same grey.
+    view: `image`; `shuffled`, with patches in random order; `blank`, all grey.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view)
@@ -90,17 +90,16 @@ def evaluate_swaps(
     with evaluating(loaded.model, options.device) as torch_device:
         rows, skipped = evaluate_blocks(items, make, score_block, options, torch_device)
     kinds = np.array([kind for kind, _ in rows])
-    scores = np.stack([row for _, row in rows])
-    present = tuple(kind for kind in SWAP_KINDS if kind in kinds)
     figures = {}
-    correct = swap_scores(scores)
-    for number, scorer in enumerate(scorers):
-        for kind in (*present, "all"):
-            subset = correct[kinds == kind] if kind != "all" else correct
-            means = bootstrap_means(subset[:, number].astype(float), resamples=options.resamples)
+    # (swaps, scorers, scores)
+    values = swap_scores(np.stack([scores for _, scores in rows]))
+    for index, scorer in enumerate(scorers):
+        for kind in (*(kind for kind in SWAP_KINDS if kind in kinds), "all"):
+            subset = values[kinds == kind] if kind != "all" else values
+            means = bootstrap_means(subset[:, index], resamples=options.resamples)
             low, high = percentile_interval(means)
             for column, name in enumerate(SCORES):
-                value = float(subset[:, number, column].mean())
+                value = float(subset[:, index, column].mean())
                 figure = Figure(value, float(low[column]), float(high[column]), CHANCE[name])
                 figures[scorer, kind, name] = figure
     notes = (f"View: {view}.", *untrained_match_notes(loaded.model.match_is_trained, "`match`"))
@@ -109,9 +108,9 @@ def evaluate_swaps(
 
 
 def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Compute Winoground's figures of scores (..., image 2, caption 2), where i and i match.
+    """Compute Winoground's scores from scores (..., image 2, caption 2) of all four pairs.
 
-    Returns (..., 4): text, image and group score, 0 or 1, and share of right comparisons.
+    Returns (..., 4): `text`, `image` and `group`, 0 or 1, and `pair`; see `SwapResult`.
     """
     matching = np.diagonal(scores, axis1=-2, axis2=-1)
     # Image i prefers caption i, and caption i prefers image i.
@@ -119,7 +118,7 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
     by_image = matching > np.diagonal(scores[..., ::-1, :], axis1=-2, axis2=-1)
     text, image = by_caption.all(-1), by_image.all(-1)
     pair = np.concatenate([by_caption, by_image], axis=-1).mean(-1)
-    # Comparisons with NaN are false, so wrong, and so are ties.
+    # Comparisons with NaN, and ties, are false.
     return np.stack([text, image, text & image, pair], axis=-1).astype(np.float64)
 
 
@@ -131,7 +130,7 @@ def _prepare(
     swap = (annotation.scene or {}).get("swap")
     if swap is None or item.raw.second_image is None or annotation.caption is None:
         raise EvaluationError(
-            f"{item.where} is not a swap; write some with `python -m data_tools scenes --swaps N`"
+            f"{item.where} is not a swap; generate swaps with `vlp data scenes --swaps N`"
         )
     images = (item.raw.image, item.raw.second_image)
     pixels = torch.stack([preprocess(decode_image(image, item.where)) for image in images])
@@ -140,7 +139,7 @@ def _prepare(
 
 
 def word_head(loaded: Loaded) -> MLMHead | None:
-    """Return the head of masked language modelling, if the model folder has one."""
+    """Return the MLM head of the model folder; None if the folder has none."""
     prefix = "mlm_head."
     state = {
         name.removeprefix(prefix): value
@@ -156,21 +155,21 @@ def word_head(loaded: Loaded) -> MLMHead | None:
 
 
 def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
-    """Mark the tokens between two captions' longest common start and end: (2, N) bool.
+    """Mark the tokens between the longest common prefix and suffix of two captions: (2, N) bool.
 
     ids: (2, N) int64; word_mask: (2, N) bool, True = a real word piece.
     """
     words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
-    start = _common(words[0], words[1])
-    end = _common(words[0][start:][::-1], words[1][start:][::-1])
+    prefix = _common_length(words[0], words[1])
+    suffix = _common_length(words[0][prefix:][::-1], words[1][prefix:][::-1])
     differing = torch.zeros_like(word_mask)
     for row, mask, sentence in zip(differing, word_mask, words):
-        row[mask.nonzero()[start : len(sentence) - end, 0]] = True
+        row[mask.nonzero()[prefix : len(sentence) - suffix, 0]] = True
     return differing
 
 
-def _common(first: list[int], second: list[int]) -> int:
-    """Return the length of the common start."""
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix."""
     shorter = min(len(first), len(second))
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), shorter)
 
@@ -203,13 +202,13 @@ def _word_scores(
     image: torch.Tensor,
     caption: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute log p (pairs,) of the captions' differing words, masked, given each image."""
+    """Compute log-probabilities (pairs,) of each caption's differing words, masked."""
     model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
     mask = torch.cat([differing_words(ids, words) for ids, words in pairs])
     masked = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
-    # Masked words still count as words, to be predicted from the image.
+    # `word_mask` still marks the masked words, as in training.
     states = model.cross(images.select(image), texts.select(caption), need_image=False)
     embedding = model.text_encoder.word_table
     logits = head.to(device)(states.text, embedding).float().log_softmax(-1)

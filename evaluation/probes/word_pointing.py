@@ -1,9 +1,9 @@
 """Pointing accuracy: share of words with the most similar patch in the box of the named object.
 
-Boxes come from the generated corpus, or from COCO's categories (`python -m data_tools coco
---instances`). Two references: chance (any patch) and 'some object' (any object, right or wrong),
-which is much higher, since there are few objects; only accuracy above it shows word grounding. In
-photographs positions are biased, so controls that read no text are the reference.
+Boxes come from the generated corpus, or from COCO's categories (`vlp data coco --instances`). Two
+references: chance (a random patch), and `some object` (the box of a random object), which is much
+higher as there are few objects: only accuracy above it shows word grounding. In photographs objects
+lie near the centre, so controls that read no text are the reference.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ from evaluation.samples import (
     Samples,
     count_kinds,
     drop_blank_captions,
+    format_kinds,
 )
 from evaluation.work_sharding import ProcessGroup, evaluating, inference
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
-from vlp.data.text.word_boxes import WordBox, patches_in_box, word_positions, words_with_boxes
+from vlp.data.text.word_boxes import patches_in_box, word_positions, words_with_boxes
 from vlp.metrics import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import ImageFeatures, PairIndices, TextFeatures
 from vlp.models.folder import Loaded
@@ -54,10 +55,10 @@ CONTROLS = ("image attention", "mean box", "centre")
 
 @contextmanager
 def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
-    """Collect the mean attention of [CLS] in the last block of a timm transformer, over heads.
+    """Collect the attention of [CLS] in the last block of a timm transformer, mean over heads.
 
-    The list gets one (B, rows * columns) a call, averaged to `grid`; it stays empty without timm
-    attention.
+    Each call appends (B, rows * columns), averaged to `grid`. The list stays empty if the encoder
+    has no attention of timm.
     """
     maps: list[Tensor] = []
     layers = [
@@ -75,14 +76,15 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
         module.fused_attn = False  # type: ignore[assignment]
 
     def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        # (B, heads, prefix + patches, prefix + patches); a tower's grid may be finer than `grid`.
+        # (B, heads, prefix + patches, prefix + patches); the encoder's grid may be a multiple of
+        # `grid`.
         (weights,) = inputs
         factor = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
-        fine = grid[0] * factor, grid[1] * factor
-        prefix = weights.shape[-1] - fine[0] * fine[1]
+        encoder_grid = grid[0] * factor, grid[1] * factor
+        prefix = weights.shape[-1] - encoder_grid[0] * encoder_grid[1]
         # Without a [CLS], the mean over patch queries.
         query_weights = weights[:, :, 0] if prefix else weights.mean(2)
-        patches = query_weights.mean(1)[:, prefix:].float().unflatten(-1, fine)
+        patches = query_weights.mean(1)[:, prefix:].float().unflatten(-1, encoder_grid)
         maps.append(avg_pool2d(patches[:, None], factor).flatten(1))
 
     # timm computes no probabilities in fused attention.
@@ -102,10 +104,10 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
 def word_maps(
     model: VLPModel, image: ImageFeatures, texts: TextFeatures, paths: AnchorPaths | None
 ) -> dict[str, NDArray[np.floating]]:
-    """Return maps (captions, M, N) of one image's captions by the cross-modal encoder.
+    """Return maps (captions, M, N) of an image's captions by `path` and `Grad-CAM`.
 
-    `path` is the mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; `Grad-CAM` is of
-    the middle layer.
+    `path`: mean over channel groups of 1 / P (Eq. 7), 0 where not reachable; left out without
+    ACE-RPE. `Grad-CAM`: of the middle cross-modal layer; left out if this is the last layer.
     """
     maps: dict[str, NDArray[np.floating]] = {}
     if paths is not None:
@@ -122,14 +124,14 @@ def word_maps(
 
 
 def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
-    """Return nearness to the centre of the image, (rows * columns,)."""
-    down, along = (np.abs(np.arange(side) - (side - 1) / 2) / side for side in grid)
-    return -np.hypot(down[:, None], along[None]).ravel()
+    """Return the negative distance of each patch from the image's centre, (rows * columns,)."""
+    rows, columns = (np.abs(np.arange(side) - (side - 1) / 2) / side for side in grid)
+    return -np.hypot(rows[:, None], columns[None]).ravel()
 
 
 def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> float:
-    """Return the share of the best patches that lie `inside` the word's boxes; shapes are (M,)."""
-    # Ties share the point, so that a constant map points like chance.
+    """Return the share of the patches with the highest score that lie `inside`; shapes (M,)."""
+    # Ties share the point, so that a constant map has chance accuracy.
     best = scores == np.nanmax(scores, initial=-np.inf)
     return float(inside[best].mean()) if best.any() else 0.0
 
@@ -137,14 +139,14 @@ def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> fl
 def mean_box_shares(
     masks: Sequence[NDArray[np.bool_]], scenes: Sequence[int]
 ) -> NDArray[np.float64]:
-    """Return `share_of_best` of the mean mask of all other images.
+    """Return for each word `share_of_best` of the mean mask over all other images.
 
-    `masks` are (M,) of each word, the patches of its box; `scenes` the numbers of their images.
+    masks: (M,) of each word, patches of its boxes. scenes: index of each word's image.
     """
     _, image_index = np.unique(scenes, return_inverse=True)
     counts = np.bincount(image_index)
     means = np.zeros((len(counts), len(masks[0])))
-    # Every image counts once, however many words it has.
+    # All images have equal weight, whatever their number of words.
     np.add.at(means, image_index, np.stack(masks) / counts[image_index, None])
     others = means.sum(0) - means
     return np.array([share_of_best(others[image], mask) for image, mask in zip(image_index, masks)])
@@ -153,14 +155,14 @@ def mean_box_shares(
 def pointer_figures(
     word_shares: Sequence[Mapping[str, float]], chance: float, scenes: Sequence[int], resamples: int
 ) -> dict[str, Figure]:
-    """Compute the accuracy of each pointer and control, and of each pointer above the best control.
+    """Compute the accuracy of pointers and controls, and of pointers minus the best control.
 
-    Differences are named `POINTER - CONTROL`; 95 % intervals share the resampled images. pointed:
-    by name, `share_of_best` of each word's map.
+    Differences are called `POINTER - CONTROL`. word_shares: for each word, `share_of_best` by name
+    of the pointer or control. scenes: index of each word's image, over which intervals resample.
     """
     shares = {name: np.array([word[name] for word in word_shares]) for name in word_shares[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
-    # The control is chosen on the same words, which is in its favour.
+    # Selected on the evaluated words, which favours the control.
     best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
     chances = dict.fromkeys(values, chance)
     for name in POINTERS:
@@ -171,7 +173,7 @@ def pointer_figures(
 
 KINDS = ("colour", "shape", "object", "objects")
 
-BARS = ("any patch", "some object")
+REFERENCES = ("any patch", "some object")
 CONTROL_NOTES = (
     "Equal maxima share the point. cosine: the most similar patch; anchors: the patch that most",
     "channel groups anchor; path: the shortest; Grad-CAM: of the middle cross-modal layer.",
@@ -184,27 +186,27 @@ class KindFigures(NamedTuple):
 
     # Number of words.
     words: int
-    # The most similar patch lies in the named object's box.
+    # Share of words with the most similar patch in the box of the named object.
     pointing: Figure
-    # Expected `pointing` into the box of a random object.
+    # Expected `pointing` if the most similar patch lies in the box of a random object.
     some_object: float
-    # The most similar patch lies in any object's box.
+    # Share of words with the most similar patch in the box of any object.
     any_object: Figure
-    # Share of a word's anchors (patch and channel group with S >= threshold) inside its box, over
-    # words with anchors.
+    # Share of a word's anchors (patch and channel group with S >= threshold) inside its box, mean
+    # over words with anchors; None without such words.
     anchors: Figure | None
-    # Accuracies of requested pointers and controls (`pointer_figures`).
+    # `pointer_figures`; None if not requested.
     controls: dict[str, Figure] | None = None
 
 
 class PathFigures(NamedTuple):
     """Statistics of ACE-RPE over all words and patches, means over channel groups."""
 
-    # Share of entries (patch, word) with S >= threshold.
+    # Share of pairs (patch, word) with S >= threshold.
     anchors: float
-    # Share of entries with a path.
+    # Share of pairs with a path.
     reachable: float
-    # Standard deviation of a word's path over reached patches, in patches and tokens; near 0 the
+    # Standard deviation of a word's path over reachable patches, in patches and tokens; near 0 the
     # path carries no position.
     spread: float
 
@@ -213,19 +215,19 @@ class PathFigures(NamedTuple):
 class PointingResult(Result):
     """Pointing accuracy by kind of word.
 
-    Kinds are `colour`, `shape`, `object`, and `objects`: words for any of several; with controls
-    also `small object`, the `object` words with small boxes. paths: None without ACE-RPE.
+    Kinds are `colour`, `shape`, `object`, and `objects` (words for any of several objects); with
+    controls also `small object`, the `object` words with small boxes. paths: None without ACE-RPE.
     """
 
     kinds: dict[str, KindFigures] = field(default_factory=dict)
     paths: PathFigures | None = None
 
     def table(self) -> Table:
-        """Return a row for each kind of word, or with controls a column, in percent."""
+        """Return a row per kind of word, or with controls two columns, in percent."""
         scenes, notes = self.counts["scenes"], self.table_notes()
         if any(figures.controls for figures in self.kinds.values()):
             title = f"Pointing, {scenes} images"
-            return Table(title, *self._pointers(), [*notes, *CONTROL_NOTES])
+            return Table(title, *self._pointer_table(), [*notes, *CONTROL_NOTES])
         rows = [
             [
                 f"{kind} words ({figures.words})",
@@ -261,24 +263,27 @@ class PointingResult(Result):
         )
         return [first, paths, *rest]
 
-    def _pointers(self) -> tuple[list[str], list[list[str]]]:
-        """Return head and rows of the table with controls: two columns for each kind of word."""
+    def _pointer_table(self) -> tuple[list[str], list[list[str]]]:
+        """Return head and rows: columns of each kind are accuracy, and gain over the best control.
+
+        Rows are pointers, controls and references.
+        """
         names = (*POINTERS, *CONTROLS)
-        head, columns = [""], [[*POINTERS, *map("control: {}".format, CONTROLS), *BARS]]
+        head, columns = [""], [[*POINTERS, *map("control: {}".format, CONTROLS), *REFERENCES]]
         for kind, figures in self.kinds.items():
             controls = figures.controls or {}
             best = next(name.partition(" - ")[2] for name in controls if " - " in name)
-            gains = {name: controls.get(f"{name} - {best}") for name in names}
-            bars = (figures.pointing.chance, figures.some_object)
+            gains = [controls.get(f"{name} - {best}") for name in names]
+            references = (figures.pointing.chance, figures.some_object)
             head += [f"{kind} words ({figures.words})", f"above {best}"]
             columns.append([controls[name].percent() if name in controls else "" for name in names])
-            columns[-1] += [f"{100 * bar:.1f}" for bar in bars]
-            columns.append(["" if gain is None else gain.percent() for gain in gains.values()])
-            columns[-1] += [""] * len(bars)
+            columns[-1] += [f"{100 * share:.1f}" for share in references]
+            columns.append(["" if gain is None else gain.percent() for gain in gains])
+            columns[-1] += [""] * len(references)
         return head, [list(row) for row in zip(*columns)]
 
     def plain_figures(self) -> dict[str, Any]:
-        """Return figures by kind of word, and statistics of the paths."""
+        """Return figures by kind of word and statistics of the paths, as plain JSON values."""
         kinds = {}
         for kind, figures in self.kinds.items():
             plain = figures._asdict()
@@ -291,14 +296,14 @@ class PointingResult(Result):
         return {"kinds": kinds, "paths": None if self.paths is None else self.paths._asdict()}
 
 
-# Image share below which an object's box is small: few such objects lie in the centre.
+# Share of the image below which an object's box is small; few small objects lie in the centre.
 SMALL = 0.1
 
 
 class _Scene(NamedTuple):
-    """A model's image (3, size, size), its original width and height, and its words."""
+    """Index of a sample, pixels (3, side, side), (width, height) of the image, and captions."""
 
-    number: int
+    index: int
     pixels: torch.Tensor
     size: tuple[int, int]
     captions: list[str]
@@ -306,21 +311,25 @@ class _Scene(NamedTuple):
 
 
 class WordPointing(NamedTuple):
-    """Pointing results of one word.
+    """Pointing results of one word."""
 
-    inside: (M,), patches of its boxes; shares: of other pointers' best patches in them, by name.
-    """
-
+    # Index of the sample, and of the kind in `KINDS`.
     scene: int
     kind: int
+    # The most similar patch lies in the word's boxes; in the box of any object.
     hit: bool
     any_hit: bool
+    # Share of patches in the word's boxes; in the box of any object.
     share: float
     any_share: float
-    bar: float
+    # Expected hit of a patch in the box of a random object.
+    some_object: float
+    # Anchors (patch and channel group): all, and in the word's boxes.
     anchors: int
     anchors_inside: int
+    # (M,): patches of the word's boxes.
     inside: NDArray[np.bool_]
+    # `share_of_best` of other pointers and controls, by name.
     shares: dict[str, float]
 
 
@@ -331,21 +340,21 @@ def evaluate_pointing(
     *,
     controls: bool = False,
 ) -> PointingResult:
-    """Evaluate every named word of every caption; the same for any number of ranks.
+    """Evaluate every word with a box in every caption; the same for any number of ranks.
 
-    controls: also point by anchors, paths and Grad-CAM, and without text: by the attention of the
-    image encoder's [CLS], the mean of the other images' boxes, and the centre.
+    controls: also evaluate the pointers anchors, path and Grad-CAM, and controls without text:
+    attention of the image encoder's [CLS], mean box of the other images, and centre.
     """
     processes = ProcessGroup.current()
     samples = Samples(shards, options.limit)
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
-        read = reader[block]
-        usable = [scene for scene in read if isinstance(scene, _Scene)]
+        scenes = reader[block]
+        usable = [scene for scene in scenes if isinstance(scene, _Scene)]
         with torch.no_grad(), inference(torch_device, options.precision):
-            scored, sums = _score_scenes(loaded, usable, torch_device, controls)
-        bar.update(len(read))
-        return scored, sums, [skip for skip in read if isinstance(skip, SkippedSample)]
+            words, sums = _score_scenes(loaded, usable, torch_device, controls)
+        bar.update(len(scenes))
+        return words, sums, [skip for skip in scenes if isinstance(skip, SkippedSample)]
 
     quiet = not (options.progress and processes.first)
     with (
@@ -358,29 +367,28 @@ def evaluate_pointing(
             torch_device,
             options.workers,
         )
-        with reader.ahead(processes.share(count)):
+        with reader.prefetch(processes.share(count)):
             parts = processes.map_blocks(count, score_block)
     skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
-    scored = [word for words, *_ in parts for word in words]
-    if not scored:
+    words = [word for part, *_ in parts for word in part]
+    if not words:
         raise EvaluationError(
-            f"{', '.join(samples.folders)}: no word to score in {len(samples)} samples "
-            f"(skipped: {skipped})"
+            f"{', '.join(samples.folders)}: no word with a box in {len(samples)} samples "
+            f"(skipped: {format_kinds(skipped) or 'none'})"
         )
     by_kind = {
-        kind: [word for word in scored if word.kind == number] for number, kind in enumerate(KINDS)
+        kind: [word for word in words if word.kind == index] for index, kind in enumerate(KINDS)
     }
     if controls:
-        masks, numbers = zip(*((word.inside, word.scene) for word in scored))
-        mean_boxes = mean_box_shares(masks, numbers)
-        for word, share in zip(scored, mean_boxes):
+        masks, scenes = zip(*((word.inside, word.scene) for word in words))
+        for word, share in zip(words, mean_box_shares(masks, scenes)):
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     trained = loaded.model.match_is_trained or not controls
-    kinds = {kind: _figures(words, options.resamples) for kind, words in by_kind.items() if words}
+    kinds = {kind: _figures(group, options.resamples) for kind, group in by_kind.items() if group}
     return PointingResult(
         kind="pointing",
-        counts={"scenes": len({word.scene for word in scored})},
+        counts={"scenes": len({word.scene for word in words})},
         shards=tuple(map(str, shards)),
         figures={kind: figures.pointing for kind, figures in kinds.items()},
         skipped=skipped,
@@ -394,21 +402,21 @@ def _read_block(
     samples: Samples, batch: int, preprocess: Callable[[Any], torch.Tensor], block: int
 ) -> list[_Scene | SkippedSample]:
     """Read and prepare the scenes of a block, in any process."""
-    read: list[_Scene | SkippedSample] = []
-    for number in range(len(samples))[block * batch : (block + 1) * batch]:
-        sample = drop_blank_captions(samples.read(number))
+    scenes: list[_Scene | SkippedSample] = []
+    for index in range(len(samples))[block * batch : (block + 1) * batch]:
+        sample = drop_blank_captions(samples.read(index))
         if isinstance(sample, CaptionedSample):
             pixels, size = preprocess(sample.image), sample.image.size
-            read.append(_Scene(number, pixels, size, sample.captions, sample.annotation))
+            scenes.append(_Scene(index, pixels, size, sample.captions, sample.annotation))
         else:
-            read.append(sample)
-    return read
+            scenes.append(sample)
+    return scenes
 
 
 def _score_scenes(
     loaded: Loaded, scenes: Sequence[_Scene], device: torch.device, controls: bool
 ) -> tuple[list[WordPointing], torch.Tensor]:
-    """Score all words of the scenes, and sum over their paths (5, G); 0 without ACE-RPE."""
+    """Score all words of the scenes; return also sums (5, G) over paths, 0 without ACE-RPE."""
     model = loaded.model
     grid, groups = model.config.image.grid, model.config.cross.anchor.groups
     words: list[WordPointing] = []
@@ -421,12 +429,13 @@ def _score_scenes(
     for row, scene in enumerate(scenes):
         tokens = loaded.text(scene.captions)
         texts = model.encode_text(*(part.to(device) for part in tokens))
-        patches, pieces = model.anchor_features(images, texts)
+        image_tokens, text_tokens = model.anchor_features(images, texts)
+        patches = image_tokens[row]
         with torch.autocast(device.type, enabled=False):
-            cosine = (_unit(patches[row]) @ _unit(pieces).transpose(-2, -1)).float().cpu().numpy()
-            similarity = group_similarity(patches[row].float(), pieces.float(), groups)
-        # (captions, M, N): number of groups that anchor.
-        anchor = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
+            cosine = (_unit(patches) @ _unit(text_tokens).transpose(-2, -1)).float().cpu().numpy()
+            similarity = group_similarity(patches.float(), text_tokens.float(), groups)
+        # (captions, M, N): number of channel groups in which the patch anchors the token.
+        anchors = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
         paths = None
         if "anchor" in model.config.cross.position:
             captions = torch.arange(len(scene.captions), device=device)
@@ -435,15 +444,15 @@ def _score_scenes(
             sums += _path_sums(model, paths, texts).cpu()
         maps = {}
         if controls:
-            maps = {"cosine": cosine, "anchors": anchor, "centre": centre_map(grid)}
+            maps = {"cosine": cosine, "anchors": anchors, "centre": centre_map(grid)}
             maps |= word_maps(
                 model, images.select(torch.tensor([row], device=device)), texts, paths
             )
             if attention_maps:
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
-        names = [loaded.text.words(caption) for caption in scene.captions]
-        image_facts = scene.annotation, scene.size
-        words += score_words(scene.number, *image_facts, names, cosine, anchor, grid, maps)
+        annotation, size = scene.annotation, scene.size
+        pieces = [loaded.text.words(caption) for caption in scene.captions]
+        words += score_words(scene.index, annotation, size, pieces, cosine, anchors, grid, maps)
     return words, sums
 
 
@@ -452,7 +461,7 @@ def _path_sums(model: VLPModel, paths: AnchorPaths | None, texts: TextFeatures) 
     assert paths is not None
     return anchor_sums(
         paths.similarity,
-        # Clamped as in the computation of the paths.
+        # Clamped as where paths are computed.
         model.anchor_threshold.clamp(min=1e-3),
         paths.image_path[:, 1:],
         paths.reachable,
@@ -482,19 +491,19 @@ def score_words(
     grid: tuple[int, int],
     maps: Mapping[str, NDArray[Any]] = MappingProxyType({}),
 ) -> list[WordPointing]:
-    """Score all named words of one image.
+    """Score all words of one image that have boxes.
 
     Args:
         size: width and height in pixels.
         pieces: word pieces of each caption, with [CLS] and [SEP].
-        cosine: (captions, M, N) of whole token features.
-        anchors: (captions, M, N) number of groups in which patch and token anchor.
-        maps: of other pointers, (captions, M, N), or (M,) without text.
+        cosine: (captions, M, N) of patch and token features.
+        anchors: (captions, M, N) number of channel groups in which the patch anchors the token.
+        maps: by name of pointer or control, (captions, M, N), or (M,) without text.
     """
     if annotation.words is None:
         raise EvaluationError(
-            "these shards do not know which word names what; `python -m data_tools scenes` writes "
-            "some that do, and `python -m data_tools coco --instances`"
+            "these shards have no boxes of words; `vlp data scenes` and `vlp data coco "
+            "--instances` write them"
         )
     words = [word for word in words_with_boxes(annotation) if word.kind in KINDS]
     word_boxes = [box for word in words for box in word.boxes]
@@ -502,18 +511,19 @@ def score_words(
     patches_of = {box: patches_in_box(box, grid, size) for box in boxes}
     objects = np.stack(list(patches_of.values())) if patches_of else np.zeros((0, 1), dtype=bool)
     in_any_box = np.logical_or.reduce(objects, axis=0)
-    scored = []
+    results = []
     for word in words:
-        # A word that the tokenizer cut off has no tokens.
-        positions = _positions(word, pieces[word.caption])
-        if positions is None:
+        tokens_of_words = word_positions(pieces[word.caption])
+        # The tokenizer may truncate the caption before the word.
+        if word.position >= len(tokens_of_words):
             continue
+        tokens = list(tokens_of_words[word.position])
         # Several pieces: the mean. Ties count against the model: all best patches must lie inside.
-        scores = cosine[word.caption][:, positions].mean(axis=1)
+        scores = cosine[word.caption][:, tokens].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
         in_box = np.logical_or.reduce([patches_of[box] for box in word.boxes])
-        anchor_counts = anchors[word.caption][:, positions].sum(axis=1)
-        scored.append(
+        anchor_counts = anchors[word.caption][:, tokens].sum(axis=1)
+        results.append(
             WordPointing(
                 scene=scene,
                 kind=KINDS.index(word.kind),
@@ -521,31 +531,29 @@ def score_words(
                 any_hit=bool(best.size and in_any_box[best].all()),
                 share=float(in_box.mean()),
                 any_share=float(in_any_box.mean()),
-                # Expected hit in the box of a random object: overlapping boxes count in part.
-                bar=float(np.mean([(in_box & mask).sum() / mask.sum() for mask in objects])),
+                # Boxes of other objects may overlap the word's.
+                some_object=float(
+                    np.mean([(in_box & mask).sum() / mask.sum() for mask in objects])
+                ),
                 anchors=int(anchor_counts.sum()),
                 anchors_inside=int(anchor_counts[in_box].sum()),
                 inside=in_box,
                 shares={
                     name: share_of_best(
-                        heat[word.caption][:, positions].mean(axis=1) if heat.ndim > 1 else heat,
+                        heat[word.caption][:, tokens].mean(axis=1) if heat.ndim > 1 else heat,
                         in_box,
                     )
                     for name, heat in maps.items()
                 },
             )
         )
-    return scored
-
-
-def _positions(word: WordBox, pieces: Sequence[str]) -> list[int] | None:
-    words = word_positions(pieces)
-    return list(words[word.position]) if word.position < len(words) else None
+    return results
 
 
 def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
-    fields = zip(WordPointing._fields, zip(*words))
-    column = {name: np.array(values, float) for name, values in list(fields)[:-2]}
+    # Without the last two fields, which are no numbers.
+    fields = list(zip(WordPointing._fields, zip(*words)))[:-2]
+    column = {name: np.array(values, float) for name, values in fields}
     _, scene = np.unique(column["scene"], return_inverse=True)
     with_anchors = column["anchors"] > 0
     share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)
@@ -570,5 +578,5 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     if words[0].shares:
         shares, scenes = [word.shares for word in words], [word.scene for word in words]
         controls = pointer_figures(shares, pointing.chance, scenes, resamples)
-    bar = float(column["bar"].mean())
-    return KindFigures(len(words), pointing, bar, any_object, anchors, controls)
+    some_object = float(column["some_object"].mean())
+    return KindFigures(len(words), pointing, some_object, any_object, anchors, controls)

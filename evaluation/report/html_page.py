@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-import vlp
 from evaluation.downstream.registry import get_evaluation
+from evaluation.downstream.task_evaluation import load_model
 from evaluation.grounding.heatmaps import data_uri, draw_boxes, overlay_anchors
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.report.sources import Source, StoredResult, settings, training_summary
-from evaluation.results import Table, attributed
+from evaluation.results import Table, merge_notes
 from evaluation.retrieval.gallery import Gallery
 from evaluation.retrieval.rerank import search
-from evaluation.samples import EvaluationError, kinds_in_words, single_line_errors
+from evaluation.samples import EvaluationError, format_kinds
 from evaluation.work_sharding import evaluating
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation
 from vlp.tasks.downstream.registry import task_kinds
 
-# Results shown of a search.
+# Images of an example retrieval.
 HITS = 3
 ANCHORS = (
     "Small images: share of channel groups in which a word anchors each patch, from dark for few "
@@ -60,7 +60,7 @@ class Html(str):
 
 
 def element(name: str, *children: str, **attributes: str) -> Html:
-    """Return an HTML element; text and attributes are escaped. `class_` is the attribute class."""
+    """Return an HTML element, text and attributes escaped; `class_` sets the attribute `class`."""
     content = "".join(c if isinstance(c, Html) else html.escape(c) for c in children)
     attributes_text = "".join(f' {k.rstrip("_")}="{html.escape(v)}"' for k, v in attributes.items())
     return Html(
@@ -116,7 +116,7 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
         [label, *(figures[name].percent() if name in figures else "" for name in names)]
         for label, figures in rows
     ]
-    # Rows of the same items have the same chance.
+    # A row for each distinct chance level: evaluations on the same items have the same.
     chances = dict.fromkeys(
         tuple(figures[name].chance_percent() if name in figures else "" for name in names)
         for _, figures in rows
@@ -128,9 +128,9 @@ def _result_table(kind: str, sources: Sequence[Source]) -> Table:
     for source, result in _of_kind(kind, sources):
         counts = ", ".join(f"{count} {name}" for name, count in result.counts.items())
         origin = f" of {' + '.join(result.shards)}" if result.shards else ""
-        skipped = f"; skipped {kinds_in_words(result.skipped)}" if result.skipped else ""
+        skipped = f"; skipped {format_kinds(result.skipped)}" if result.skipped else ""
         notes += [f"{source.name}: {counts}{origin}{skipped}."] if counts + origin + skipped else []
-    notes += attributed({source.name: result.notes for source, result in _of_kind(kind, sources)})
+    notes += merge_notes({source.name: result.notes for source, result in _of_kind(kind, sources)})
     return Table(task.title if task else _PROBES.get(kind, kind), ["", *names], lines, notes)
 
 
@@ -143,7 +143,7 @@ def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredR
 def _run_section(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> Iterator[Html]:
-    """Yield the elements of one run; `_samples` may add to `source.missing`, which comes last."""
+    """Yield the elements of one run; `_samples` may add to `source.missing`, so read it last."""
     yield element("p", f"{source.folder} {source.task or ''}", class_="note")
     facts = [*settings(source), *training_summary(source)]
     cells = (element("tr", element("th", k), element("td", v)) for k, v in facts)
@@ -157,11 +157,9 @@ def _run_section(
 def _samples(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> list[Html]:
-    """Return retrievals of the run's model, or name why they are missing in `source.missing`."""
+    """Return example retrievals of the run's model; errors are added to `source.missing`."""
     try:
-        with single_line_errors():
-            model = vlp.load(str(source.model))
-        gallery = Gallery(model, shards, options)
+        gallery = Gallery(load_model(str(source.model)), shards, options)
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")
         return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
     except (EvaluationError, FileNotFoundError) as error:
@@ -173,26 +171,26 @@ def _samples(
 
 def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
     """Yield captions with the worst and best ranks by the dual encoder, and retrieved images."""
-    stored = gallery.collection
-    owners = stored.image_of_text
-    ranking = search(stored.text, stored.image, owners[:, None], HITS)
+    collection = gallery.collection
+    owners = collection.image_of_text
+    ranking = search(collection.text, collection.image, owners[:, None], HITS)
     order = np.argsort(ranking.ranks, kind="stable")
     for title, queries in (("Worst", order[::-1]), ("Best", order)):
         yield element("h4", f"{title}, text → image")
-        # The first captions of different images.
+        # One caption per image.
         _, first = np.unique(owners[queries], return_index=True)
         for query in queries[np.sort(first)[:count]]:
-            target, caption = gallery.image(int(owners[query])), stored.captions[query]
+            target, caption = gallery.image(int(owners[query])), collection.captions[query]
             rank = f"rank of its image: {ranking.ranks[query] + 1} of {len(gallery)}"
             images = [(draw_boxes(target.image), f"its image; {rank}")]
             for position, (image, similarity) in enumerate(
                 zip(ranking.nearest[query], ranking.scores[query])
             ):
-                label = f"found at place {position + 1}, similarity {similarity:.2f}"
+                label = f"rank {position + 1}, similarity {similarity:.2f}"
                 images.append((draw_boxes(gallery.image(int(image)).image), label))
             yield element("p", caption)
             yield _images(images)
-            # The anchors of the words are those in the caption's own image.
+            # Anchors of the words in the caption's image.
             sample = target._replace(captions=[caption], annotation=Annotation())
             with evaluating(gallery.loaded.model, gallery.encoder.device) as device:
                 words = map_caption(gallery.loaded, sample, device).words
@@ -200,7 +198,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
 
 
 def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return curves by title and label: losses, validation, learning rate and speed."""
+    """Return curves {title: {label: points}} of losses, validation, learning rate and speed."""
     curves: dict[str, dict[str, Any]] = {}
     for name in sorted({name for row in log for name in row}):
         title, _, label = name.partition("/")
@@ -210,7 +208,7 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def _line(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Return steps and values; NaN, a gap in the curve, for values that are no numbers."""
+    """Return (step, value) points; NaN, a gap in the curve, for values that are no numbers."""
     points = ((row["step"], row[name]) for row in log if name in row)
     return [
         (step, float(y) if isinstance(y, int | float) and math.isfinite(y) else math.nan)
@@ -237,7 +235,7 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Ht
 
 
 def _images(captioned: Sequence[tuple[Image.Image, str]]) -> Html:
-    """Return images with captions, which are their alternative texts, too."""
+    """Return images with captions, which are also their alternative texts."""
     images = ((element("img", src=data_uri(image), alt=text), text) for image, text in captioned)
     return _row([element("figure", image, element("figcaption", text)) for image, text in images])
 

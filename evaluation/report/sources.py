@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evaluation.results import ARROWS, Figure
+from evaluation.results import Figure, figures_by_stage
 from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redact_values
@@ -20,9 +20,11 @@ from vlp.training.run_folder import read_log
 
 EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
-_NOT_ITEMS = {"rerank", "bank_shared"}
-_TAILS = {"best", "model", "evaluation"}
-# Dotted keys of config.yaml in the order that a reader asks; those that a run lacks are left out.
+# Integers of a result that are no counts of items.
+_NO_COUNTS = {"rerank", "bank_shared"}
+# Folders inside a run.
+_INNER = {"best", "model", "evaluation"}
+# Dotted keys of config.yaml in the order of the report, and their labels.
 _SETTINGS = (
     ("init_from", "starts from"),
     ("task.kind", "task"),
@@ -56,7 +58,7 @@ class StoredResult(NamedTuple):
 
 @dataclass
 class Source:
-    """One RUN of the command line, by folder name; `missing` lists missing or damaged files."""
+    """One RUN of the command line; `missing` lists problems with its files."""
 
     folder: Path
     name: str
@@ -76,13 +78,13 @@ def read_sources(folders: Sequence[str | Path]) -> list[Source]:
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, skipping `best` and the like; equal ones stay paths."""
-    names = [[part for part in path.resolve().parts if part not in _TAILS][-1] for path in paths]
+    """Return the run's folder name of each path; the whole path where runs have equal names."""
+    names = [[part for part in path.resolve().parts if part not in _INNER][-1] for path in paths]
     return [str(p) if names.count(name) > 1 else name for p, name in zip(paths, names)]
 
 
 def settings(source: Source) -> list[tuple[str, str]]:
-    """Return labels and values of the resolved configuration."""
+    """Return (label, value) of the settings that the run has."""
     rows = []
     for key, label in _SETTINGS:
         value: Any = source.config
@@ -94,11 +96,11 @@ def settings(source: Source) -> list[tuple[str, str]]:
 
 
 def training_summary(source: Source) -> Iterator[tuple[str, str]]:
-    """Yield a summary of the training from report.json, else from the log's last line."""
+    """Yield (label, value) of the training from report.json, else from the log's last line."""
     training, last = source.training, source.log[-1] if source.log else {}
     if not training:
         if "step" in last:
-            yield "ended", f"not yet, or it was killed; the last logged step is {last['step']}"
+            yield "ended", f"not yet, or killed; the last logged step is {last['step']}"
         return
     ended, step, total = (training.get(name) for name in ("ended", "step", "total_steps"))
     yield "ended", f"{ended} at step {step} of {total}"
@@ -147,7 +149,7 @@ def _read(folder: Path, name: str) -> Source:
     # The run of a folder `run/model/evaluation`; a model folder's own configuration is JSON.
     for run in (folder.absolute(), *folder.absolute().parents[:2]):
         if any((run / file).is_file() for file in ("log.jsonl", "config.yaml")):
-            if set(folder.absolute().relative_to(run).parts) <= _TAILS:
+            if set(folder.absolute().relative_to(run).parts) <= _INNER:
                 source.config = redact_values(_mapping(run / "config.yaml", source))
                 source.log, bad = read_log(run / "log.jsonl")
                 if bad:
@@ -165,7 +167,7 @@ def _read(folder: Path, name: str) -> Source:
 
 
 def _mapping(file: Path, source: Source) -> dict[str, Any]:
-    """Read JSON or YAML; empty without the file, or if damaged, with a note in `missing`."""
+    """Read JSON or YAML; return {} without the file, or if damaged, with a note in `missing`."""
     parse = parse_yaml if file.suffix == ".yaml" else parse_json
     try:
         content = parse(file.read_text(encoding="utf-8"))
@@ -182,14 +184,14 @@ def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
     inner = (p for m in _MODELS for p in (folder / "evaluation" / m, folder / m / "evaluation"))
     for directory in (folder, results_folder(folder), folder / "evaluation", *inner):
         for file in sorted(directory.glob("*.json")):
-            # Results of the best model come first; the last one's would say the same again.
+            # Of several results of a kind the first counts: best/ comes before model/.
             if file.name not in excluded and (result := read_result(file, source)) is not None:
                 excluded.add(file.name)
                 yield result
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """Read the figures of a file; None if it has none or cannot be read (`source.missing`)."""
+    """Read a result; return None if the file has no figures or is damaged (`source.missing`)."""
     content = _mapping(file, source)
     figures = content.get("figures", content.get("kinds"))
     if file.stem == "vision" and "task" not in content:
@@ -199,11 +201,11 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
     try:
         return StoredResult(
             kind=content["task"],
-            variants=_stages(figures, content.get("rerank"))
+            variants=_by_label(figures_by_stage(figures), content.get("rerank"))
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))},
             # Integers at the top level count evaluated items.
-            counts={k: v for k, v in content.items() if type(v) is int and k not in _NOT_ITEMS},
+            counts={k: v for k, v in content.items() if type(v) is int and k not in _NO_COUNTS},
             shards=tuple(map(str, content.get("shards") or ())),
             skipped=dict(content.get("skipped") or {}),
             notes=tuple(map(str, content.get("notes") or ())),
@@ -213,26 +215,18 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
 
 
-def _stages(rows: Sequence[Mapping[str, Any]], rerank: int | None) -> dict[str, Any]:
-    """Return the figures of retrieval, which are listed by stage and direction."""
+def _by_label(stages: Mapping[str, Any], rerank: int | None) -> dict[str, Any]:
     labels = {"dual": "dual encoder", "rerank": f"re-ranked top {rerank}"}
-    variants: dict[str, dict[str, Figure]] = {}
-    for row in rows:
-        figures = variants.setdefault(labels.get(row["stage"], row["stage"]), {})
-        figures[f"{ARROWS.get(row['direction'], row['direction'])} {row['name']}"] = _figure(row)
-    return variants
+    return {labels.get(stage, stage): figures for stage, figures in stages.items()}
 
 
 def _figures(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
     for name, value in values.items():
         if isinstance(value, Mapping) and value.keys() >= {"value", "low", "high"}:
-            yield (prefix + name).replace("_", " "), _figure(value)
+            figure = Figure(*(float(value[field]) for field in Figure._fields))
+            yield (prefix + name).replace("_", " "), figure
         elif isinstance(value, Mapping):
             yield from _figures(value, f"{prefix}{name} / ")
         elif isinstance(value, int | float) and not prefix:
-            # A vision model's, in percent and without an interval.
+            # A figure of a vision model, in percent and without an interval.
             yield name, Figure(value / 100, value / 100, value / 100, 0.0)
-
-
-def _figure(row: Mapping[str, Any]) -> Figure:
-    return Figure(*(float(row[name]) for name in Figure._fields))

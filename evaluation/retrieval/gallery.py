@@ -39,7 +39,7 @@ class Gallery:
         self._samples = Samples(shards, options.limit)
         with evaluating(loaded.model, options.device) as torch_device:
             self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
-            self.collection = self.encoder.collect(ProcessGroup.current(), lambda done: None)
+            self.collection = self.encoder.collect(ProcessGroup.current())
 
     def __len__(self) -> int:
         return len(self.collection.image)

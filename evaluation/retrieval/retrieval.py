@@ -28,7 +28,7 @@ from evaluation.retrieval.rerank import (
     reranked_ranks,
     search,
 )
-from evaluation.samples import EvaluationError, Samples, kinds_in_words
+from evaluation.samples import EvaluationError, Samples, format_kinds
 from evaluation.work_sharding import ProcessGroup, evaluating
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
@@ -285,18 +285,15 @@ def evaluate_retrieval(
     with evaluating(loaded.model, options.device) as torch_device:
         # Token states are kept only for re-ranking.
         encoder = Encoder(loaded, samples, options, torch_device, memory if rerank else 0)
-        with tqdm(total=len(processes.share(len(samples))), desc="encode", disable=quiet) as bar:
-            collection = encoder.collect(processes, bar.update)
+        collection = encoder.collect(processes)
         bank_collection, shared = None, 0
         if bank:
             bank_samples = StoredSamples(bank, None, stored, loaded.preprocess)
             bank_encoder = Encoder(loaded, bank_samples, options, torch_device)
-            share = processes.share(len(bank_samples))
-            with tqdm(total=len(share), desc="bank", disable=quiet) as bar:
-                bank_collection = bank_encoder.collect(processes, bar.update)
+            bank_collection = bank_encoder.collect(processes, "bank")
             bank_images = {sample.identity for sample in bank_collection.samples}
             shared = len(bank_images & {sample.identity for sample in collection.samples})
-        with encoder.prefetching():
+        with encoder.prefetch_images():
             all_ranks, losses = positive_ranks(
                 encoder,
                 collection,
@@ -323,7 +320,7 @@ def evaluate_retrieval(
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:
-        skipped_text = kinds_in_words(bank_skipped) if bank_skipped else "none"
+        skipped_text = format_kinds(bank_skipped) if bank_skipped else "none"
         notes.append(
             f"Similarities are normalised by the queries of {', '.join(map(str, bank))} at "
             f"temperature {bank_temperature:g}; skipped there: {skipped_text}."

@@ -18,25 +18,25 @@ from evaluation.samples import EvaluationError
 from vlp.metrics import RECALL_AT, bootstrap_means, percentile_interval
 from vlp.models.pretrained.local_copy import RESULTS, results_folder
 
-# Signs in memory at once.
-_SIGNS = 2**24
+# Random signs in memory at once.
+_MAX_SIGNS = 2**24
 
 
 class ItemDifference(NamedTuple):
-    """One figure of two models, second minus first."""
+    """One figure of two models on the same items."""
 
     # Means over the items.
     first: float
     second: float
-    # With its 95 % bootstrap interval.
+    # Second minus first, with 95 % bootstrap interval.
     difference: float
     low: float
     high: float
-    # Two-sided, of the sign-flip test over images.
+    # Two-sided p of the sign-flip test over images.
     p: float
-    # Two-sided exact p; None for values other than 0 or 1.
+    # Two-sided exact p of McNemar's test; None for values other than 0 or 1.
     mcnemar: float | None
-    # Items where one of both is higher.
+    # Number of items where the first is higher, where the second is, and of all items.
     only_first: int
     only_second: int
     items: int
@@ -51,31 +51,34 @@ def item_difference(
     permutations: int = 10_000,
     seed: int = 0,
 ) -> ItemDifference:
-    """Compare two models item by item; the smallest p is 1 / (permutations + 1)."""
+    """Compare the values (items,) of two models; `clusters` are the images of the items.
+
+    With more than 12 images, the smallest sign-flip p is 1 / (permutations + 1).
+    """
     if not len(first) or len({len(first), len(second), len(clusters)}) > 1:
         raise ValueError(
-            f"{len(first)} and {len(second)} values and {len(clusters)} images: a comparison "
-            "needs as many of each, and one at least"
+            f"{len(first)} and {len(second)} values and {len(clusters)} images: the numbers must "
+            "be equal, and at least 1"
         )
-    gap = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
-    numbers: dict[Hashable, int] = {}
-    cluster_ids = np.array([numbers.setdefault(cluster, len(numbers)) for cluster in clusters])
-    # Items of an image are not independent: images are drawn, and whole images change their sign.
-    sums: NDArray[np.float64] = np.bincount(cluster_ids, gap).astype(float)
+    differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
+    ids: dict[Hashable, int] = {}
+    cluster_ids = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
+    # Items of an image are not independent: images are resampled, and whole images flip their sign.
+    sums: NDArray[np.float64] = np.bincount(cluster_ids, differences).astype(float)
     weights = np.bincount(cluster_ids).astype(float)
     means = bootstrap_means(sums[:, None], weights[:, None], resamples=resamples, seed=seed)
     low, high = percentile_interval(means)
     return ItemDifference(
         first=float(np.mean(first)),
         second=float(np.mean(second)),
-        difference=float(gap.mean()),
+        difference=float(differences.mean()),
         low=float(low[0]),
         high=float(high[0]),
         p=sign_flip_p(sums, permutations, seed),
         mcnemar=_mcnemar(first, second),
-        only_first=int((gap < 0).sum()),
-        only_second=int((gap > 0).sum()),
-        items=len(gap),
+        only_first=int((differences < 0).sum()),
+        only_second=int((differences > 0).sum()),
+        items=len(differences),
     )
 
 
@@ -86,13 +89,14 @@ def sign_flip_p(
     nonzero = differences[differences != 0].astype(float)
     if not len(nonzero):
         return 1.0
+    # Sums that differ by rounding alone count as equal.
     observed = abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
-    # Few differences get all signs; of more some are drawn, and the data count as one draw.
+    # Few differences: all signs. More: random signs, with the data as one more draw (+ 1).
     if len(nonzero) <= 12:
         bits = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1
         return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
     generator = np.random.default_rng(seed)
-    step, extreme = max(1, _SIGNS // len(nonzero)), 0
+    step, extreme = max(1, _MAX_SIGNS // len(nonzero)), 0
     for start in range(0, permutations, step):
         size = (min(step, permutations - start), len(nonzero))
         signs = 1 - 2 * generator.integers(0, 2, size=size, dtype=np.int8)
@@ -110,14 +114,18 @@ def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float
 
 
 SUFFIX = ".predictions.jsonl"
+# Items that an error lists.
 _LISTED = 5
-_TRUTH = {"True", "False"}
+_NLVR2_LABELS = {"True", "False"}
 
 Row = dict[str, Any]
-# By figure, the value of each item by its identity.
-Values = dict[str, dict[tuple[Any, ...], float]]
+# Fields that identify an item, see `_IDENTITY`, with a count for repeats.
+Identity = tuple[Any, ...]
+# Value of each item, by figure.
+Values = dict[str, dict[Identity, float]]
 
-# Field that marks the rows of a task -> fields that identify an item.
+# Field by which rows of a task are recognised, the first that matches -> fields that identify an
+# item.
 _IDENTITY = {
     "direction": ("direction", "key", "caption", "text"),
     "question_id": ("key", "question_id", "question"),
@@ -139,7 +147,7 @@ class ResultComparison:
     differences: dict[str, ItemDifference]
 
     def table(self) -> Table:
-        """Return a row a figure, in percent."""
+        """Return a row per figure, in percent."""
         rows = []
         for name, result in self.differences.items():
             points = (100 * value for value in (result.difference, result.low, result.high))
@@ -189,18 +197,18 @@ def compare(
     resamples: int = 2000,
     permutations: int = 10_000,
 ) -> ResultComparison:
-    """Compare two predictions files, or folders that hold them.
+    """Compare two files of predictions on the same items.
 
     first, second: KIND.predictions.jsonl, its folder, or a model folder with `evaluation` in it.
-    task: KIND, where the folders hold several.
+    task: KIND, needed if both folders hold several.
     """
-    files = _files(Path(first), Path(second), task)
-    parts = [_scored(file) for file in files]
-    kinds = [_kind(rows[0], file) for rows, file in zip(parts, files)]
+    files = _predictions_files(Path(first), Path(second), task)
+    predictions = [_read_scored(file) for file in files]
+    kinds = [_row_kind(rows[0], file) for rows, file in zip(predictions, files)]
     if kinds[0] != kinds[1]:
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
-    first_rows, second_rows = (_by_identity(rows, kinds[0]) for rows in parts)
-    _check_same(first_rows, second_rows, files)
+    first_rows, second_rows = (_by_identity(rows, kinds[0]) for rows in predictions)
+    _require_same_items(first_rows, second_rows, files)
     images = {identity: row.get("image", row["key"]) for identity, row in first_rows.items()}
     values = [_values(rows, kinds[0]) for rows in (first_rows, second_rows)]
     differences = {}
@@ -219,10 +227,10 @@ def compare(
     return ResultComparison(str(files[0]), str(files[1]), len(set(images.values())), differences)
 
 
-def _files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:
+def _predictions_files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:
     if first.is_file() and second.is_file():
         return first, second
-    first_files, second_files = _results(first), _results(second)
+    first_files, second_files = _files_by_task(first), _files_by_task(second)
     common = sorted(first_files.keys() & second_files.keys())
     selected = common if task is None else [name for name in common if name == task]
     if len(selected) == 1:
@@ -235,55 +243,51 @@ def _files(first: Path, second: Path, task: str | None) -> tuple[Path, Path]:
     )
 
 
-def _results(path: Path) -> dict[str, Path]:
+def _files_by_task(path: Path) -> dict[str, Path]:
+    folders = (path, results_folder(path), path / RESULTS)
     if path.is_file():
-        return {_task_of(path): path}
-    if not path.is_dir():
+        files = [path]
+    elif path.is_dir():
+        # The first folder with predictions counts.
+        files = next(filter(None, (sorted(folder.glob(f"*{SUFFIX}")) for folder in folders)), [])
+    else:
         raise EvaluationError(f"{path}: there is neither a folder nor a file of results")
-    for folder in (path, results_folder(path), path / RESULTS):
-        if files := sorted(folder.glob(f"*{SUFFIX}")):
-            return {_task_of(file): file for file in files}
-    raise EvaluationError(
-        f"{path}: holds no *{SUFFIX}; make them with python -m evaluation TASK --out {path}"
-    )
-
-
-def _task_of(file: Path) -> str:
-    return file.name.removesuffix(SUFFIX)
-
-
-def _scored(file: Path) -> list[Row]:
-    rows = read_lines(file)
-    scored = [row for row in rows if "scores" in row or "ranks" in row]
-    if not scored:
+    if not files:
         raise EvaluationError(
-            f"{file}: nothing in it was judged; `python -m evaluation TASK` writes scored "
-            "predictions where there are labels"
+            f"{path}: holds no *{SUFFIX}; make one with `vlp evaluate TASK --out {path}`"
         )
-    return scored
+    return {file.name.removesuffix(SUFFIX): file for file in files}
 
 
-def _kind(row: Row, file: Path) -> str:
+def _read_scored(file: Path) -> list[Row]:
+    rows = [row for row in read_lines(file) if "scores" in row or "ranks" in row]
+    if not rows:
+        raise EvaluationError(
+            f"{file}: no row has scores; `vlp evaluate TASK` writes them for annotated samples"
+        )
+    return rows
+
+
+def _row_kind(row: Row, file: Path) -> str:
     for name in _IDENTITY:
         if name in row:
             return name
     raise EvaluationError(f"{file}: not a file of predictions (its rows have {', '.join(row)})")
 
 
-def _by_identity(rows: Sequence[Row], kind: str) -> dict[tuple[Any, ...], Row]:
-    """Index rows by identity."""
-    # Equal ones, as one key in two folders, are told apart by their order.
-    counts: Counter[tuple[Any, ...]] = Counter()
-    indexed = {}
+def _by_identity(rows: Sequence[Row], kind: str) -> dict[Identity, Row]:
+    # Rows with equal fields, such as one key in two folders, are numbered in their order.
+    counts: Counter[Identity] = Counter()
+    by_identity = {}
     for row in rows:
         identity = tuple(row.get(part) for part in _IDENTITY[kind])
         counts[identity] += 1
-        indexed[*identity, counts[identity]] = row
-    return indexed
+        by_identity[*identity, counts[identity]] = row
+    return by_identity
 
 
-def _check_same(
-    first: dict[tuple[Any, ...], Row], second: dict[tuple[Any, ...], Row], files: Sequence[Path]
+def _require_same_items(
+    first: dict[Identity, Row], second: dict[Identity, Row], files: Sequence[Path]
 ) -> None:
     problems = []
     for required, available, file in ((second, first, files[0]), (first, second, files[1])):
@@ -293,7 +297,7 @@ def _check_same(
             problems.append(f"{file} lacks {', '.join(missing[:_LISTED])}{more}")
     if problems:
         raise EvaluationError(
-            f"not the same items: {'; '.join(problems)}. Judge both models on the same shards"
+            f"not the same items: {'; '.join(problems)}. Evaluate both models on the same shards"
         )
     for identity, row in first.items():
         if row.get("label") != second[identity].get("label"):
@@ -303,17 +307,17 @@ def _check_same(
             )
 
 
-def _label(identity: tuple[Any, ...]) -> str:
+def _label(identity: Identity) -> str:
     return " ".join(str(part) for part in identity[:-1] if part is not None)
 
 
-def _values(rows: dict[tuple[Any, ...], Row], kind: str) -> Values:
+def _values(rows: dict[Identity, Row], kind: str) -> Values:
     values: Values = {}
     for identity, row in rows.items():
         scores = row["scores"] if "scores" in row else _recalls(row)
         for name, value in scores.items():
             values.setdefault(name, {})[identity] = float(value)
-    if kind == "prediction" and {str(row.get("label")) for row in rows.values()} <= _TRUTH:
+    if kind == "prediction" and {str(row.get("label")) for row in rows.values()} <= _NLVR2_LABELS:
         values["consistency"] = _consistency(rows)
     return values
 
@@ -327,11 +331,10 @@ def _recalls(row: Row) -> dict[str, float]:
     }
 
 
-def _consistency(rows: dict[tuple[Any, ...], Row]) -> dict[tuple[Any, ...], float]:
-    """Compute NLVR2's consistency by sentence: 1 if the model is right on all its pairs."""
-    correct: dict[tuple[Any, ...], float] = {}
+def _consistency(rows: dict[Identity, Row]) -> dict[Identity, float]:
+    """Compute NLVR2's consistency by sentence: 1 if the model is right on all its image pairs."""
+    correct: dict[Identity, float] = {}
     for row in rows.values():
-        # A sentence is right where it is right of every pair of images.
         sentence = ("sentence", sentence_of(row))
         correct[sentence] = min(correct.get(sentence, 1.0), row["scores"]["accuracy"])
     return correct

@@ -1,4 +1,4 @@
-"""Several models, each on several tasks; a result that exists is kept."""
+"""Evaluation of several models on several tasks; results that exist are reused."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-import vlp
 from evaluation.downstream.registry import get_evaluation
+from evaluation.downstream.task_evaluation import load_model
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.jobs import JOBS, NAME, PROBES, Job, ZeroShotJob
 from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
-from evaluation.results import Result, Saved, Table, attributed, saved_figures
+from evaluation.results import Result, SavedFigures, Table, merge_notes, saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError, kinds_in_words, single_line_errors
+from evaluation.samples import EvaluationError, format_kinds
 from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
@@ -55,7 +55,7 @@ AnyJob = Annotated[Job, Choice("task", job_names, job_class)]
 
 
 class EvaluatedModel(Config):
-    """A model, or the models of one method, under one name."""
+    """A row of the tables: one model, or a model for each task."""
 
     name: str = Field(pattern=NAME, description="its row in every table")
     model: str | None = Field(
@@ -101,8 +101,8 @@ class SuiteConfig(Config):
                     job.limit,
                 ):
                     raise ValueError(
-                        f"{job.label} is another task, or of other shards, in {entry.name} than "
-                        f"in {owner}; one table is about one set: give it a `name` of its own"
+                        f"{job.label} differs in task, shards or limit between {owner} and "
+                        f"{entry.name}: give one of them another `name`"
                     )
         return self
 
@@ -114,58 +114,56 @@ def suite_of(
     classes: str | None = None,
     **options: Any,
 ) -> SuiteConfig:
-    """Return the configuration of all evaluations that the data allow, for each model.
+    """Return a suite of all evaluations that the data allow, for each model.
 
-    shards: with captions; labelled: with classes, for zero-shot classification by `classes`.
+    shards: folders with captions. labelled: images with classes, and classes: file of the class
+    names, for zero-shot classification. options: fields of every job.
     """
     if bool(labelled) != (classes is not None):
-        raise ConfigError(
-            "--labelled and --classes go together: images of classes, and their names"
-        )
+        raise ConfigError("--labelled and --classes go together: set both or neither")
     tasks: list[dict[str, Any]] = [
         {"task": task, "shards": shards} for task in ("retrieval", "foils") if shards
     ]
     if labelled:
         tasks.append({"task": "zeroshot", "shards": labelled, "classes": classes})
     entries = [
-        {"name": _row(model), "model": model, "tasks": [task | options for task in tasks]}
+        {"name": _folder_name(model), "model": model, "tasks": [task | options for task in tasks]}
         for model in models
     ]
     return validate({"models": entries}, SuiteConfig, "vlp evaluate suite")
 
 
-def _row(model: str) -> str:
-    """Return a model's name with the characters of a folder's name."""
+def _folder_name(model: str) -> str:
     return re.sub(r"[^\w.+@-]+", "-", model).strip("-.") or "model"
 
 
-# A card is written after an evaluation, and must not make it obsolete.
-_NOT_THE_MODEL = ("README.md", ".gitattributes")
+# Files of a model folder that no checksum covers: a card is written after an evaluation.
+_CARD_FILES = ("README.md", ".gitattributes")
 
 
-# Evaluations that need only one vector per image and per text.
-BY_FEATURES = ("retrieval", "zeroshot", "swaps", "foils")
+# Tasks of dual encoders, which have one feature per image and per text.
+DUAL_ENCODER_TASKS = ("retrieval", "zeroshot", "swaps", "foils")
 
 
-def job_key(job: Job, folder: Path | OtherModel, sums: dict[Path | OtherModel, str]) -> str:
-    """Hash a result's inputs: the model's files, the options, the data, the prompts.
+def job_key(job: Job, folder: Path | OtherModel, checksums: dict[Path | OtherModel, str]) -> str:
+    """Hash the inputs of a result: model files, options, data and prompts.
 
-    `sums` caches the hashes of model folders.
+    checksums: cache of the models' checksums.
     """
     parts = [json.dumps(_options(job), sort_keys=True)]
     try:
-        if folder not in sums:
-            sums[folder] = (
+        if folder not in checksums:
+            checksums[folder] = (
                 folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
             )
-        parts.append(sums[folder])
+        parts.append(checksums[folder])
         other_data = (*getattr(job, "bank", ()), *getattr(job, "features", ()))
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
-            # An index covers contents; class folders and tars have names, sizes and times alone.
+            # An index has checksums; of class folders and tars, names, sizes and times are hashed.
             index = shards / INDEX_NAME
-            parts.append(_checksum(index) if index.is_file() else _stamps(shards))
+            parts.append(_checksum(index) if index.is_file() else _hash_file_stats(shards))
         for name in ("classes", "templates"):
             file = getattr(job, name, None)
             parts.append("" if file is None else _checksum(Path(file)))
@@ -181,7 +179,7 @@ def model_checksum(folder: Path) -> str:
     """Compute SHA-256 over names and contents of a model folder's files, without its model card."""
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        if file.is_file() and file.name not in _NOT_THE_MODEL:
+        if file.is_file() and file.name not in _CARD_FILES:
             digest.update(f"{file.name}\n{_checksum(file)}\n".encode())
     return digest.hexdigest()
 
@@ -193,12 +191,11 @@ def run_job(
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
     job_options = job.options()
     if isinstance(folder, OtherModel):
-        _require_features_alone(job, folder)
+        _require_dual_encoder_task(job, folder)
         loaded = folder.load()
     elif job.task in JOBS and job.task != "vqa":
-        # These take any model folder.
-        with single_line_errors():
-            loaded = vlp.load(folder)
+        # Tasks for any model folder; others need a fine-tuned model.
+        loaded = load_model(folder)
     else:
         result: Result = get_evaluation(job.task).evaluate_folder(
             folder, job.shards, options, **job_options
@@ -217,11 +214,11 @@ def run_job(
     return evaluations[job.task](loaded, job.shards, options, **job_options)
 
 
-def _require_features_alone(job: Job, model: OtherModel) -> None:
-    if job.task not in BY_FEATURES:
+def _require_dual_encoder_task(job: Job, model: OtherModel) -> None:
+    if job.task not in DUAL_ENCODER_TASKS:
         raise EvaluationError(
-            f"{model} is a dual encoder: {job.task} needs more than its features; choose of "
-            f"{', '.join(BY_FEATURES)}"
+            f"{model} is a dual encoder, and {job.task} needs a cross-modal encoder; choose one of "
+            f"{', '.join(DUAL_ENCODER_TASKS)}"
         )
     for option in ("rerank", "match"):
         if getattr(job, option, 0):
@@ -231,22 +228,25 @@ def _require_features_alone(job: Job, model: OtherModel) -> None:
 
 
 def model_of(job: Job, model: str | None) -> Path | OtherModel:
-    """Return the folder of a job's model, `model` being that of its entry."""
+    """Return the model of a job: its local folder, or a model of another library.
+
+    model: of the job's entry, for a job without a model.
+    """
     name = job.model or model or ""
     other = other_model(name) if ":" in name else None
     return other or local_folder(name)
 
 
-def _stamps(path: Path) -> str:
-    """Hash names, sizes and times of a file, or of a folder and its class folders."""
+def _hash_file_stats(path: Path) -> str:
+    """Hash name, size and modification time of a file, or of all files below a folder."""
     paths = (Path(f) / n for f, _, names in os.walk(path, followlinks=True) for n in names)
     files = sorted(paths) if path.is_dir() else [path]
-    stamps = []
+    lines = []
     for file in files:
         if file.is_file():
             stat = file.stat()
-            stamps.append(f"{file.relative_to(path)}\t{stat.st_size}\t{stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(stamps).encode()).hexdigest()
+            lines.append(f"{file.relative_to(path)}\t{stat.st_size}\t{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _checksum(file: Path) -> str:
@@ -255,12 +255,16 @@ def _checksum(file: Path) -> str:
 
 
 JOB = "job.json"
-_OF_THE_USER = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
+# Wrong input; any other error is a defect, printed with its traceback.
+_INPUT_ERRORS = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
 
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results and failures (one line each) by model and task label; labels in first-use order."""
+    """Results (JSON values) and failures (one line each) by model and label of the task.
+
+    `labels` are in the order of the configuration.
+    """
 
     models: tuple[str, ...]
     labels: tuple[str, ...]
@@ -268,9 +272,9 @@ class SuiteResult:
     failures: dict[tuple[str, str], str]
 
     def tables(self) -> list[Table]:
-        """Return a table per task, with a column a model, and the summary with a row a model."""
+        """Return a table per task with a column per model, and a summary with a row per model."""
         saved = {name: saved_figures(content) for name, content in self.results.items()}
-        tables = [table for label in self.labels if (table := self._of_task(label, saved))]
+        tables = [table for label in self.labels if (table := self._task_table(label, saved))]
         return [*tables, self._summary(saved)]
 
     def to_json(self) -> dict[str, Any]:
@@ -294,7 +298,7 @@ class SuiteResult:
         (folder / "all.md").write_text(text, encoding="utf-8")
         write_json(folder / "all.json", self.to_json(), allow_nan=False)
 
-    def _of_task(self, label: str, saved: dict[tuple[str, str], Saved]) -> Table | None:
+    def _task_table(self, label: str, saved: dict[tuple[str, str], SavedFigures]) -> Table | None:
         columns = [model for model in self.models if (model, label) in saved]
         if not columns:
             return None
@@ -315,16 +319,16 @@ class SuiteResult:
         return Table(title, ["", *columns, "chance"], rows, notes)
 
     def _notes(self, label: str, models: Sequence[str]) -> Iterator[str]:
-        """Return notes under a task's table, each with its models unless all have it."""
+        """Yield the notes under a task's table, see `merge_notes`."""
         notes: dict[str, list[str]] = {}
         for model in models:
             content = self.results[model, label]
             notes[model] = list(content.get("notes") or ())
             if content.get("skipped"):
-                notes[model].append(f"Skipped: {kinds_in_words(content['skipped'])}.")
-        return attributed(notes)
+                notes[model].append(f"Skipped: {format_kinds(content['skipped'])}.")
+        return merge_notes(notes)
 
-    def _summary(self, saved: dict[tuple[str, str], Saved]) -> Table:
+    def _summary(self, saved: dict[tuple[str, str], SavedFigures]) -> Table:
         rows = []
         for model in self.models:
             cells = [model]
@@ -345,23 +349,23 @@ def run_suite(
     workers: int | None = None,
     progress: bool = False,
 ) -> SuiteResult:
-    """Run missing evaluations below `out` (MODEL/TASK), and collect all results.
+    """Run all evaluations, with results in `out`/MODEL/TASK.
 
-    A result is reused while its model's files, options and data (`job_key`) stay the same. Failures
-    are named and do not stop the others.
+    A result is reused while the model's files, the options and the data (`job_key`) stay the same.
+    A failure does not stop the other evaluations.
     """
     results: dict[tuple[str, str], dict[str, Any]] = {}
     failures: dict[tuple[str, str], str] = {}
-    sums: dict[Path | OtherModel, str] = {}
+    checksums: dict[Path | OtherModel, str] = {}
     verbose = progress and ProcessGroup.current().first
     for entry in config.models:
         for job in entry.tasks:
             name = entry.name, job.label
             try:
-                results[name] = _result(entry, job, out, sums, progress, device, workers)
+                results[name] = _job_result(entry, job, out, checksums, progress, device, workers)
             except Exception as error:
                 failures[name] = " ".join(str(error).split()) or repr(error)
-                if not isinstance(error, _OF_THE_USER) and verbose:
+                if not isinstance(error, _INPUT_ERRORS) and verbose:
                     traceback.print_exception(error, file=sys.stderr)
                 if verbose:
                     print(f"{'/'.join(name)}: failed: {failures[name]}", file=sys.stderr)
@@ -370,51 +374,51 @@ def run_suite(
     return SuiteResult(models, tuple(labels), results, failures)
 
 
-def _result(
+def _job_result(
     entry: EvaluatedModel,
     job: Job,
     out: Path,
-    sums: dict[Path | OtherModel, str],
+    checksums: dict[Path | OtherModel, str],
     progress: bool,
     device: str | None,
     workers: int | None,
 ) -> dict[str, Any]:
-    """Return the result of one job, saved or evaluated now."""
+    """Return the saved result of a job, or evaluate it and save the result."""
     processes, target = ProcessGroup.current(), out / entry.name / job.label
     folder = model_of(job, entry.model)
 
     def lookup() -> tuple[str, dict[str, Any] | None, str]:
         try:
-            key = job_key(job, folder, sums)
+            key = job_key(job, folder, checksums)
         except EvaluationError as error:
             return "", None, str(error)
-        return key, _saved(target, key, job.task), ""
+        return key, _saved_result(target, key, job.task), ""
 
-    # One rank decides, so that all either read or evaluate.
+    # One rank looks, so that all ranks either read or evaluate.
     ((key, content, problem),) = processes.map_blocks(1, lambda _: lookup())
     if problem:
         raise EvaluationError(problem)
     name = f"{entry.name}/{job.label}"
     if content is not None:
         if progress and processes.first:
-            print(f"{name}: kept", flush=True)
+            print(f"{name}: reused", flush=True)
         return content
     start = time.monotonic()
     result = run_job(job, folder, device, workers, progress)
     if processes.first:
         _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
         if progress:
-            print(f"{name}: judged in {time.monotonic() - start:.0f} s", flush=True)
-    # Through JSON, so that fresh and saved results are equal.
-    fresh: dict[str, Any] = json.loads(json.dumps(result.to_json()))
-    return fresh
+            print(f"{name}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
+    # Through JSON, so that a new result equals its saved form.
+    new: dict[str, Any] = json.loads(json.dumps(result.to_json()))
+    return new
 
 
 def _options(job: Job) -> dict[str, Any]:
     return job.model_dump(mode="json", exclude={"name", "model"})
 
 
-def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
+def _saved_result(folder: Path, key: str, task: str) -> dict[str, Any] | None:
     try:
         if parse_json((folder / JOB).read_text(encoding="utf-8"))["key"] != key:
             return None
@@ -426,7 +430,7 @@ def _saved(folder: Path, key: str, task: str) -> dict[str, Any] | None:
 
 
 def _save(folder: Path, result: Result, metadata: dict[str, Any]) -> None:
-    """Save a result; the folder gets its name when it is complete."""
+    """Save a result and its metadata in one atomic write of the folder."""
     with atomic_folder(folder) as partial:
         result.save(partial)
         write_json(partial / JOB, metadata)

@@ -15,10 +15,10 @@ from vlp.tasks.vision_only import load_task
 def evaluate_folder(folder: str | Path, options: EvalOptions = EvalOptions()) -> dict[str, float]:
     """Evaluate a model folder of `train_vision.py`: figures by name, shares in percent.
 
-    `limit` samples are spread evenly over the test part.
+    `options.limit` samples are spaced evenly over the test data. The default precision is float32
+    for grids and pixels, where one token or a third decimal decides, and the training's for
+    widgets.
     """
-    # Without a `precision`, grids and pixels use float32, where one token or a third decimal
-    # decides, and widgets the training's.
     task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate
     try:

@@ -1,4 +1,4 @@
-"""Average precision of a detector, at every size that its configuration names."""
+"""Average precision of a detector, at every test size of its configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 
 from evaluation.options import EvalOptions
-from evaluation.samples import BlockReader, evenly_spread
+from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.tasks.detection.data import (
@@ -31,8 +31,9 @@ BATCH = 16
 def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
     """Compute COCO's figures in percent on `data.test` (`vlp.tasks.detection.metrics.FIGURES`).
 
-    The first size of `data.test_sizes` gives `AP`, `AP50`, ...; further ones `AP@160`, ... .
-    Objects are small, medium or large by annotation pixels, in scenes by pixels at the drawn size.
+    Figures are called `AP`, `AP50`, ... at the first size of `data.test_sizes`, and `AP@160`, ...
+    at others. Objects are small, medium or large by their area in pixels of the annotated image; a
+    generated scene is drawn at the test size.
     """
     figures: dict[str, float] = {}
     config = task.config.data
@@ -51,36 +52,34 @@ def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
 def _at_size(
     task: DetectionTask, images: ObjectImages, size: int, options: EvalOptions, device: torch.device
 ) -> dict[str, float]:
-    numbers = evenly_spread(len(images), options.limit)
+    indices = evenly_spaced(len(images), options.limit)
     truth: list[ImageTruth] = []
     detections: dict[int, ImageDetections] = {}
     buckets: dict[torch.Size, list[tuple[int, Tensor]]] = defaultdict(list)
     reader = BlockReader(
-        partial(_read, images, size, task.config.data, numbers), device, options.workers
+        partial(_read, images, size, task.config.data, indices), device, options.workers
     )
-    blocks = range(-(-len(numbers) // BATCH))
-    # A batch has images of one shape; the buckets fill in any order.
-    with reader.ahead(blocks):
-        for target, pixels in chain.from_iterable(map(reader.__getitem__, blocks)):
-            bucket = buckets[pixels.shape]
-            # A view would keep its whole block in memory.
-            bucket.append((len(truth), pixels.clone()))
-            truth.append(target)
-            if len(bucket) == BATCH:
-                detections |= _detected(task, bucket, truth, device, options.precision)
-                bucket.clear()
+    # A batch has images of one shape: images of other shapes wait in their buckets.
+    for target, pixels in chain.from_iterable(reader.values(range(-(-len(indices) // BATCH)))):
+        bucket = buckets[pixels.shape]
+        # A view would keep its whole block in memory.
+        bucket.append((len(truth), pixels.clone()))
+        truth.append(target)
+        if len(bucket) == BATCH:
+            detections |= _detect(task, bucket, truth, device, options.precision)
+            bucket.clear()
     for bucket in buckets.values():
-        detections |= _detected(task, bucket, truth, device, options.precision)
-    return coco_figures(truth, [detections[index] for index in range(len(numbers))], task.classes)
+        detections |= _detect(task, bucket, truth, device, options.precision)
+    return coco_figures(truth, [detections[index] for index in range(len(indices))], task.classes)
 
 
 def _read(
-    images: ObjectImages, size: int, data: DetectionDataConfig, numbers: Sequence[int], block: int
+    images: ObjectImages, size: int, data: DetectionDataConfig, indices: Sequence[int], block: int
 ) -> list[tuple[ImageTruth, Tensor]]:
     """Read the truth and the pixels of a block's images, in any process."""
     samples = []
-    for number in numbers[block * BATCH : (block + 1) * BATCH]:
-        image = images.read(number)
+    for index in indices[block * BATCH : (block + 1) * BATCH]:
+        image = images.read(index)
         extents = image.boxes[:, 2:] - image.boxes[:, :2]
         boxes = np.concatenate([image.boxes[:, :2], extents], -1)
         truth = ImageTruth(
@@ -90,14 +89,14 @@ def _read(
     return samples
 
 
-def _detected(
+def _detect(
     task: DetectionTask,
     images: list[tuple[int, Tensor]],
     truth: list[ImageTruth],
     device: torch.device,
     precision: Precision | None,
 ) -> dict[int, ImageDetections]:
-    """Return one detection for each query: its best class with its probability (DETR)."""
+    """Detect objects in (index, pixels) of images; a detection per query, its likeliest class."""
     if not images:
         return {}
     with inference(device, precision):

@@ -1,4 +1,4 @@
-"""Encodings in the last blocks of a pretrained ViT, with frozen first blocks."""
+"""Training of position encodings in the last blocks of a pretrained ViT; first blocks frozen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from evaluation.samples import evenly_spread
+from evaluation.samples import evenly_spaced
 from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled, subset
@@ -35,12 +35,12 @@ from vlp.training.config import VisionConfig
 from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
 
 BATCH = 50
-# Outputs of the frozen blocks are computed once; a run trains these parts from them.
-TRAINED = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
+# Prefixes of trainable parameters.
+TRAINABLE = ("blocks.", "norm.", "fc_norm.", "head.", "positions.")
 
 
 class FrozenConfig(Config):
-    """Protocol for a pretrained ViT: trained blocks, and test data."""
+    """Frozen blocks of a pretrained ViT, test sizes and learning rate of encodings."""
 
     blocks: int = Field(ge=1, description="number of leading blocks that stay frozen")
     sizes: tuple[PositiveInt, ...] = Field(
@@ -52,10 +52,11 @@ class FrozenConfig(Config):
 
 
 class Tokens(NamedTuple):
-    """Outputs of the frozen blocks, (images, tokens, width) bfloat16, and labels, by part."""
+    """Outputs of the frozen blocks and labels."""
 
-    # Parts are `train` and the test images' sizes.
+    # (images, tokens, width) bfloat16, by `train` or size of the test images.
     by_part: dict[str, Tensor]
+    # (images,) of `train` and `test`.
     labels: dict[str, Tensor]
     classes: int
 
@@ -69,13 +70,13 @@ class Tail(nn.Module):
         model: Any = create_backbone(task.model, num_classes=classes, img_size=task.data.image_size)
         if len(model.blocks) <= blocks:
             raise ConfigError(
-                f"frozen.blocks {blocks}: {task.model.name} has {len(model.blocks)}, of which "
-                "none is left to train"
+                f"frozen.blocks {blocks}: {task.model.name} has {len(model.blocks)} blocks; leave "
+                "at least one to train"
             )
         model.blocks = model.blocks[blocks:]
         zero_start(model)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name.startswith(TRAINED))
+            parameter.requires_grad_(name.startswith(TRAINABLE))
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.model: Any = model
 
@@ -88,7 +89,7 @@ class Tail(nn.Module):
         }
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Map outputs (B, T, width) of the frozen blocks to those of the final norm."""
+        """Map outputs of the frozen blocks (B, T, width) to outputs of the final norm."""
         x = tokens.float()
         if hasattr(self.model, "context_store"):
             context = self.model.context_store.write(*self.grid)
@@ -103,50 +104,51 @@ class Tail(nn.Module):
         return logits
 
     def at(self, grid: tuple[int, int]) -> Tail:
-        """Return a copy for images of another grid, with the encodings' tables carried over."""
+        """Return a copy for another grid, with the tables of encodings resampled."""
         other = copy.deepcopy(self)
         other.grid = grid
         width, heads = self.model.embed_dim, self.model.blocks[0].attn.num_heads
         for name, source in self.encodings().items():
-            holder, _, number = name.rpartition(".")
+            # Encodings on tokens are in a list of the model, others in a list of each attention.
+            holder, _, index = name.rpartition(".")
             token_side = holder == "model.positions"
             candidates = [
                 config for config in self.config.positions if on_tokens(config) == token_side
             ]
-            position = candidates[int(number)]
+            position = candidates[int(index)]
             encoding = create_encoding(position, width=width, heads=heads, grid=grid)
             tables = {part: value.detach() for part, value in source.named_parameters()}
             tables_on_grid = carry_over(position.name, encoding, source, tables, grid, self.grid)
             encoding.load_state_dict({**encoding.state_dict(), **tables_on_grid})
-            cast(nn.ModuleList, other.get_submodule(holder))[int(number)] = encoding
+            cast(nn.ModuleList, other.get_submodule(holder))[int(index)] = encoding
         return other
 
 
 def stored_tokens(
     file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
 ) -> Tokens:
-    """Read the outputs of the frozen blocks, or compute and store them for new settings."""
+    """Read the outputs of the frozen blocks, or compute and store them if settings changed."""
     task = config.task
     if not isinstance(task, ClassificationConfig):
-        raise ConfigError(f"frozen: task.kind is {task.kind}, and only classification fits")
+        raise ConfigError(f"frozen: task.kind is {task.kind}; set it to classification")
     model = task.model.model_copy(update={"positions": ()})
     data = task.data.model_dump(mode="json", exclude={"augment", "workers"})
     precision = config.training.precision
     settings = {"data": data, "limit": limit, "precision": precision}
     settings |= {"model": model.model_dump(mode="json")}
     key = json.dumps({**settings, "blocks": frozen.blocks, "sizes": frozen.sizes}, sort_keys=True)
-    if not file.is_file() or _key(file) != key:
+    if not file.is_file() or _settings_key(file) != key:
         images = open_labelled(task.data.train, task.data.classes)
         train = subset(images, task.data.limit, task.data.train)
         test = open_labelled(task.data.test, images.classes)
-        numbers = evenly_spread(len(test), limit)
+        indices = evenly_spaced(len(test), limit)
         train_size = task.data.image_size
         tensors = dict(zip(("train", "train.labels"), _compute_tokens(
             model, task, frozen.blocks, train_size, train, range(len(train)), precision
         ), strict=True))  # fmt: skip
         for size in frozen.sizes:
             tensors[str(size)], tensors["test.labels"] = _compute_tokens(
-                model, task, frozen.blocks, size, test, numbers, precision
+                model, task, frozen.blocks, size, test, indices, precision
             )
         with atomic_write(file) as handle:
             handle.write(save(tensors, {"key": key, "classes": str(len(images.classes))}))
@@ -187,30 +189,30 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     batches = _batches(len(stored.labels["train"]), config)
     if warning := adam.endless_warmup(len(batches)):
         print(warning, file=sys.stderr)
-    half = training.precision == "bf16"
+    bf16 = training.precision == "bf16"
     start, cpu_seconds = time.monotonic(), []
     tail.train()
-    for step, numbers in enumerate(batches):
+    for step, indices in enumerate(batches):
         cpu_start = time.process_time()
         total = len(batches)
         rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup(total))
         set_learning_rate(optimiser, learning_rate(step, total, *rate))
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            logits = tail(stored.by_part["train"][numbers])
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = tail(stored.by_part["train"][indices])
         loss = functional.cross_entropy(
-            logits.float(), stored.labels["train"][numbers], label_smoothing=task.label_smoothing
+            logits.float(), stored.labels["train"][indices], label_smoothing=task.label_smoothing
         )
         optimiser.zero_grad()
         loss.backward()
         if adam.clip is not None:
             nn.utils.clip_grad_norm_(tail.parameters(), adam.clip)
         optimiser.step()
-        cpu_seconds.append((time.process_time() - cpu_start) / len(numbers))
+        cpu_seconds.append((time.process_time() - cpu_start) / len(indices))
     seconds = time.monotonic() - start
-    # Processor time of a training image: the median over steps, as the machine has other work.
+    # CPU time of a training image: the median over steps, as the machine has other work.
     figures["ms"] = 1e3 * float(torch.tensor(cpu_seconds).median())
     for size in frozen.sizes:
-        figures |= _test(tail, size, stored, half)
+        figures |= _test(tail, size, stored, bf16)
     costs = {"training/steps": len(batches), "training/minutes": seconds / 60}
     return figures | costs
 
@@ -222,7 +224,7 @@ def _new_tail(task: ClassificationConfig, frozen: FrozenConfig, classes: int, se
 
 
 def _batches(images: int, config: VisionConfig) -> list[Tensor]:
-    """Yield image numbers of each step, without incomplete last batches of an epoch."""
+    """Return the image indices of each step; an epoch drops its incomplete last batch."""
     training = config.training
     if images < training.batch:
         raise ConfigError(f"training.batch {training.batch} is more than the {images} images")
@@ -238,31 +240,31 @@ def _batches(images: int, config: VisionConfig) -> list[Tensor]:
 
 @torch.no_grad()
 def _relative_change(tail: Tail, plain: Tail, tokens: Tensor) -> float:
-    expected = plain.eval().features(tokens)
-    difference = tail.eval().features(tokens) - expected
-    return 100 * float(difference.norm() / expected.norm())
+    reference = plain.eval().features(tokens)
+    difference = tail.eval().features(tokens) - reference
+    return 100 * float(difference.norm() / reference.norm())
 
 
 @torch.no_grad()
 def _macs(tail: Tail, tokens: Tensor) -> float:
     """Count multiply-accumulates of matrix products, in millions."""
-    # The counter knows the products of attention only where PyTorch does them one by one.
+    # The counter misses products inside fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         tail.eval()(tokens)
     return counter.get_total_flops() / 2e6
 
 
 @torch.no_grad()
-def _test(tail: Tail, size: int, stored: Tokens, half: bool) -> dict[str, float]:
+def _test(tail: Tail, size: int, stored: Tokens, bf16: bool) -> dict[str, float]:
     """Compute accuracy in percent and cross-entropy in nats; empty for an unsupported grid."""
     tokens, labels = stored.by_part[str(size)], stored.labels["test"]
     side = size // int(tail.model.patch_embed.patch_size[0])
-    # Some encodings do not carry over to other grids.
+    # Some encodings cannot be resampled to other grids.
     try:
         model = tail.at((side, side)).eval()
     except ValueError:
         return {}
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = torch.cat([model(chunk) for chunk in tokens.split(BATCH)]).float()
     correct = (logits.argmax(-1) == labels).float().mean()
     loss = functional.cross_entropy(logits, labels)
@@ -276,7 +278,7 @@ def _compute_tokens(
     blocks: int,
     size: int,
     images: LabelledImages,
-    numbers: Sequence[int],
+    indices: Sequence[int],
     precision: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute outputs (images, tokens, width) of the first blocks, and labels (images,)."""
@@ -284,8 +286,8 @@ def _compute_tokens(
     frozen.blocks, frozen.norm = frozen.blocks[:blocks], nn.Identity()
     preprocess = Preprocessing(size, task.data.mean, task.data.std)
     tokens, labels = [], []
-    for start in range(0, len(numbers), BATCH):
-        samples = [images.read(number) for number in numbers[start : start + BATCH]]
+    for start in range(0, len(indices), BATCH):
+        samples = [images.read(index) for index in indices[start : start + BATCH]]
         pixels = torch.stack([preprocess(sample.image) for sample in samples])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             tokens.append(frozen.forward_features(pixels).bfloat16())
@@ -293,6 +295,6 @@ def _compute_tokens(
     return torch.cat(tokens), torch.tensor(labels)
 
 
-def _key(file: Path) -> str:
+def _settings_key(file: Path) -> str:
     with safe_open(file, "pt") as handle:
         return str((handle.metadata() or {}).get("key"))

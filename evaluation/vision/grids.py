@@ -1,4 +1,4 @@
-"""Exact matches on the test pairs of ARC tasks, as they are and in held-out variants."""
+"""Exact matches on the test pairs of ARC tasks, unmodified and in held-out variants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evaluation.options import EvalOptions
-from evaluation.samples import evenly_spread
+from evaluation.samples import evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
@@ -20,23 +20,23 @@ TOKENS = 2**14
 
 
 class _Question(NamedTuple):
-    """One question: its task, whether it is a variant, and the pair as tensors."""
+    """Name of a task, whether the test pair is a variant, and the pair as tensors."""
 
     name: str
-    varied: bool
+    is_variant: bool
     sample: GridSample
 
 
 def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
-    """Compute the percent of templates that greedy decoding gets wholly right, border included.
+    """Compute the percent of output grids that greedy decoding gets wholly right, with borders.
 
-    `original/TASK` is of the unmodified test pairs, `exact/TASK` of `data.variants` variants of
-    each that training never draws (missing if the symmetry allows no such variants); `original` and
-    `exact` are the means over tasks. Training has no test pair in any variant.
+    `original/TASK`: unmodified test pairs; `exact/TASK`: `data.variants` held-out variants of each
+    test pair (missing if the symmetry allows no such variants); `original` and `exact`: means over
+    tasks. Training has no test pair in any variant.
     """
     config = task.config.data
     questions = _questions(config)
-    selection = [questions[number] for number in evenly_spread(len(questions), options.limit)]
+    selection = [questions[index] for index in evenly_spaced(len(questions), options.limit)]
     batch_size = max(1, TOKENS // (config.size + 1) ** 2)
     hits_by_kind: dict[str, dict[str, list[bool]]] = {
         "exact": defaultdict(list),
@@ -48,14 +48,15 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             batch = collate_grids(config.size, [question.sample for question in part]).to(
                 torch_device
             )
-            # Greedy decoding gives a template if each of its tokens is the likeliest after those
-            # before it, so that one pass over the template itself is enough.
+            # Greedy decoding returns the right grid if each right token is the likeliest after the
+            # right tokens before it, so one teacher-forced pass is enough.
             with inference(torch_device, options.precision or "float32"):
                 likeliest = task.model(question_of(batch), batch.outputs).argmax(-1)
             for question, hit in zip(
                 part, (likeliest == batch.outputs).all(-1).tolist(), strict=True
             ):
-                hits_by_kind["exact" if question.varied else "original"][question.name].append(hit)
+                kind = "exact" if question.is_variant else "original"
+                hits_by_kind[kind][question.name].append(hit)
     figures = {}
     for kind, tasks in hits_by_kind.items():
         shares = {name: 100 * sum(hits) / len(hits) for name, hits in tasks.items()}
@@ -66,10 +67,11 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
 
 
 def _questions(config: GridDataConfig) -> list[_Question]:
-    """Return the questions, the same for every model of one configuration."""
+    """Return the questions; they depend on the configuration alone."""
     tasks = open_grids(config)
     questions = []
     for number, grid_task in enumerate(config.tasks):
+        # A fixed seed: all models get the same variants.
         variants = held_out_variants(grid_task.allowed, config.variants, np.random.default_rng(0))
         for pair in tasks[grid_task.name].test:
             for variant in (GridVariant(), *variants):

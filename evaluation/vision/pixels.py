@@ -1,4 +1,4 @@
-"""Bits per dimension of a model of pixels."""
+"""Bits per dimension of an autoregressive model of pixels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from evaluation.options import EvalOptions
-from evaluation.samples import BlockReader, evenly_spread
+from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.pixels.data import pixel_values
@@ -21,23 +21,21 @@ TOKENS = 2**14
 
 
 def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
-    """Compute exact bits per dimension of test images: `bits_per_dim`, mean over `bits_red`, ..."""
+    """Compute bits per dimension of test images by channel, `bits_red` ..., and `bits_per_dim`."""
     config = task.config.data
     images = open_labelled(config.test, config.classes)
     size = config.image_size
-    numbers = evenly_spread(len(images), options.limit)
+    indices = evenly_spaced(len(images), options.limit)
     batch = max(1, TOKENS // (len(COLOURS) * size**2))
     nats = torch.zeros(len(COLOURS), dtype=torch.float64)
     with evaluating(task, options.device) as device, torch.no_grad():
-        reader = BlockReader(partial(_read, images, size, numbers, batch), device, options.workers)
-        blocks = range(-(-len(numbers) // batch))
-        with reader.ahead(blocks):
-            for block in blocks:
-                values = reader[block].to(device, non_blocking=True).long()
-                with inference(device, options.precision or "float32"):
-                    batch_nats = task.model.nats(values)
-                nats += batch_nats.double().sum((0, 1, 2)).cpu()
-    pixels = len(numbers) * size**2
+        reader = BlockReader(partial(_read, images, size, indices, batch), device, options.workers)
+        for pixel_block in reader.values(range(-(-len(indices) // batch))):
+            inputs = pixel_block.to(device, non_blocking=True).long()
+            with inference(device, options.precision or "float32"):
+                batch_nats = task.model.nats(inputs)
+            nats += batch_nats.double().sum((0, 1, 2)).cpu()
+    pixels = len(indices) * size**2
     figures = {"bits_per_dim": bits_per_dimension(float(nats.sum()), len(COLOURS) * pixels)}
     for colour, channel_nats in zip(COLOURS, nats.tolist(), strict=True):
         figures[f"bits_{colour}"] = bits_per_dimension(channel_nats, pixels)
@@ -45,8 +43,8 @@ def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
 
 
 def _read(
-    images: LabelledImages, size: int, numbers: Sequence[int], batch: int, block: int
+    images: LabelledImages, size: int, indices: Sequence[int], batch: int, block: int
 ) -> torch.Tensor:
     """Read a block's pixels (B, size, size, 3), uint8, in any process."""
-    samples = [images.read(number) for number in numbers[block * batch : (block + 1) * batch]]
+    samples = [images.read(index) for index in indices[block * batch : (block + 1) * batch]]
     return torch.stack([pixel_values(sample.image, size, sample.where) for sample in samples])

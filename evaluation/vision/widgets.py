@@ -1,4 +1,4 @@
-"""Captions of widgets against what people called them."""
+"""Generated captions of widgets compared with human captions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evaluation.options import EvalOptions
-from evaluation.samples import BlockReader, evenly_spread
+from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
@@ -19,46 +19,41 @@ from vlp.tasks.widgets.screens import Screen
 from vlp.tasks.widgets.task import Widgets
 
 BATCH = 32
-# Lines per side of the screen; boxes are equal if equal in the tables of `learned-4d`.
-LINES = 100
+# Positions of an edge on either side of the screen, as in the tables of `learned-4d`.
+POSITIONS = 100
 
 
 def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
-    """Compute BLEU-1 to 4, ROUGE-L, CIDEr and METEOR, times 100 as in the paper, and more.
+    """Compute BLEU-1 to 4, ROUGE-L, CIDEr, METEOR and more, times 100 as in the paper.
 
-    `exact` is the share of captions equal to a reference. `cider_seen` and `cider_unseen` (Table 4)
-    are the means over widgets with a box (to the nearest of 100 lines) that some widget of the
-    training screens has, and over the others; `seen` is their share.
+    `exact` is the share of captions equal to a reference. `seen` is the share of widgets with the
+    box of a training widget, edges rounded to 100 positions; `cider_seen` and `cider_unseen` (Table
+    4) are the means over these widgets and over the others.
     """
     config = task.config
     require_caption_tools(config.java)
     screens = open_screens(config.data.screens, "test")
-    numbers = evenly_spread(len(screens), options.limit)
+    indices = evenly_spaced(len(screens), options.limit)
     candidates: list[str] = []
     references: list[Sequence[str]] = []
     boxes: list[tuple[int, ...]] = []
     with evaluating(task, options.device) as torch_device:
-        reader = BlockReader(partial(_read, screens, numbers), torch_device, options.workers)
-        blocks = range(-(-len(numbers) // BATCH))
-        with reader.ahead(blocks):
-            for block in blocks:
-                block_screens = reader[block]
-                candidates += _generate_captions(
-                    task, block_screens, torch_device, options.precision
-                )
-                for screen in block_screens:
-                    references += screen.captions.values()
-                    boxes += [_lines(screen.widgets[number].box) for number in screen.captions]
+        reader = BlockReader(partial(_read, screens, indices), torch_device, options.workers)
+        for block_screens in reader.values(range(-(-len(indices) // BATCH))):
+            candidates += _generate_captions(task, block_screens, torch_device, options.precision)
+            for screen in block_screens:
+                references += screen.captions.values()
+                boxes += [_rounded(screen.widgets[number].box) for number in screen.captions]
     tokenizer: TokenizerName = "ptb" if config.java else "plain"
     scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
     exact = [
-        candidate in {" ".join(r.lower().split()) for r in accepted}
-        for candidate, accepted in zip(candidates, references)
+        candidate in {" ".join(text.lower().split()) for text in texts}
+        for candidate, texts in zip(candidates, references)
     ]
     figures["exact"] = 100 * float(np.mean(exact))
-    # The paper does not define a seen position; its overall CIDEr is the weighted mean of both, so
-    # it averaged single captions, as here.
+    # The paper does not define a seen position. Its overall CIDEr is the weighted mean of both
+    # parts, so it averages single captions, as here.
     train_boxes = set(_boxes(open_screens(config.data.screens, "train")))
     in_training = np.array([box in train_boxes for box in boxes])
     figures["seen"] = 100 * float(in_training.mean())
@@ -68,15 +63,15 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
     return figures
 
 
-def _read(screens: Screens, numbers: Sequence[int], block: int) -> list[Screen]:
+def _read(screens: Screens, indices: Sequence[int], block: int) -> list[Screen]:
     """Read a block of screens, in any process."""
-    return [screens.read(number) for number in numbers[block * BATCH : (block + 1) * BATCH]]
+    return [screens.read(index) for index in indices[block * BATCH : (block + 1) * BATCH]]
 
 
 def _generate_captions(
     task: Widgets, screens: Sequence[Screen], device: torch.device, precision: Precision | None
 ) -> list[str]:
-    """Return one caption for every captioned widget, in the order of the screens."""
+    """Return a caption for every widget with references, in the order of the screens."""
     data, text = task.config.data, task.text
     encoded = [
         encode_screen(screen, text, [(number, "") for number in screen.captions], data.max_widgets)
@@ -96,11 +91,11 @@ def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
         try:
             screen = screens.read(number)
         except BadSample:
-            # It was not trained on, either.
+            # Training skips the screen, too.
             continue
         for widget in screen.widgets:
-            yield _lines(widget.box)
+            yield _rounded(widget.box)
 
 
-def _lines(box: Sequence[float]) -> tuple[int, ...]:
-    return tuple(round(edge * (LINES - 1)) for edge in box)
+def _rounded(box: Sequence[float]) -> tuple[int, ...]:
+    return tuple(round(edge * (POSITIONS - 1)) for edge in box)

@@ -54,7 +54,7 @@ def read(block):
 def test_values_are_the_same_in_any_order(order):
     reader = BlockReader(read, CPU, workers=2)
     before = torch.get_rng_state()
-    with reader.ahead(range(1, 7)):
+    with reader.prefetch(range(1, 7)):
         found = {block: reader[block] for block in order}
     for block, value in found.items():
         assert_close(value[:3], read(block)[:3], rtol=0, atol=0)
@@ -90,7 +90,7 @@ class Local(Exception):
 )
 def test_an_error_comes_as_it_is(error):
     reader = BlockReader(partial(failing, error), CPU, workers=2)
-    with reader.ahead(range(4)):
+    with reader.prefetch(range(4)):
         assert reader[0] == 0
         with pytest.raises(type(error)) as caught:
             reader[1]
@@ -102,7 +102,7 @@ def test_an_error_comes_as_it_is(error):
 
 def test_an_error_that_cannot_be_sent_keeps_its_words():
     reader = BlockReader(partial(failing, Local(3, 4)), CPU, workers=1)
-    with pytest.raises(Exception, match="3 and 4"), reader.ahead(range(4)):
+    with pytest.raises(Exception, match="3 and 4"), reader.prefetch(range(4)):
         reader[1]
     assert active_children() == []
 
@@ -111,7 +111,7 @@ def test_no_process_outlives_an_exception_of_the_caller():
     reader = BlockReader(read, CPU, workers=2)
 
     def interrupted():
-        with reader.ahead(range(9)):
+        with reader.prefetch(range(9)):
             reader[0]
             assert len(active_children()) == 2
             raise KeyboardInterrupt
@@ -154,7 +154,7 @@ def test_a_gpu_has_workers_and_a_cpu_none(monkeypatch):
 
 if __name__ == "__main__":
     slow = BlockReader(read, CPU, workers=2)
-    with slow.ahead(range(100)):
+    with slow.prefetch(range(100)):
         slow[0]
         print("started", flush=True)
         time.sleep(60)

@@ -90,7 +90,7 @@ def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
             assert first == 2 * step
             one.add("b", np.full((1, 2), value), [{"a": first + 1}])
     written = [one._rows for one in ranks]
-    ranks[0]._join(written, {"b": "a"})
+    ranks[0]._merge(written, {"b": "a"})
     assert np.load(tmp_path / "out" / "a.npy")[:, 0].tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
     assert [row["a"] for row in read_lines(tmp_path / "out" / "b.jsonl")] == [1, 3, 5, 7]
     assert not (tmp_path / "out.tmp").exists()

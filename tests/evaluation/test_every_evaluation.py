@@ -22,7 +22,7 @@ from evaluation.probes.swaps import evaluate_swaps
 from evaluation.probes.word_pointing import evaluate_pointing
 from evaluation.results import saved_figures
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from evaluation.samples import EvaluationError, kinds_in_words
+from evaluation.samples import EvaluationError, format_kinds
 from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import Prompts, evaluate_zeroshot
 from vlp.config import ConfigError
@@ -144,7 +144,7 @@ def test_bad_samples_are_counted_and_change_no_figure(name, evaluate, result, sh
     good = evaluate(shards[CASES[name].data][:1])
     assert result.skipped["unreadable image"] >= 2
     assert result.to_json()["skipped"] == result.skipped
-    assert kinds_in_words(result.skipped) in result.table().text()
+    assert format_kinds(result.skipped) in result.table().text()
     assert good.skipped == {}
     alone, together = (saved_figures(one.to_json()).figures for one in (good, result))
     assert {key: figure.value for key, figure in together.items()} == pytest.approx(

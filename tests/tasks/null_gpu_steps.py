@@ -19,7 +19,7 @@ from tests_support import TINY_MODEL
 from torch.cuda._sanitizer import CUDASanitizer, CUDASanitizerErrors
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu import LOG_EVERY, counted_waits, watched_config, watched_steps
+from benchmarks.gpu import LOG_EVERY, count_waits, watched_config, watched_steps
 from benchmarks.step import random_batch
 from vlp.config import load_config
 from vlp.data.image.transforms import Preprocessing
@@ -174,7 +174,7 @@ def warned():
     config = load_config(BASE, PretrainConfig, NO_WEIGHTS)
     small = ModelConfig.model_validate(TINY_MODEL)
     config = watched_config(config.model_copy(update={"model": small}), ROWS)
-    watch = functools.partial(counted_waits, torch.device("cuda"))
+    watch = functools.partial(count_waits, torch.device("cuda"))
     steps = watched_steps(config, *pretraining(config), watch)
     return {"case": "warned", "ordinary": steps[0], "logged": steps[-1]}
 

@@ -1,4 +1,4 @@
-"""Models of other libraries, evaluated as own ones: `open_clip:NAME/TAG`, `transformers:DIR`."""
+"""Dual encoders of other libraries, as `open_clip:NAME/TAG` and `transformers:DIR`."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from vlp.models.folder import Loaded
 
 
 class Towers(Protocol):
-    """Encoders of images and of texts into one space, of width d, from a library's file."""
+    """Image and text encoder of a library, with features of width d."""
 
-    module: nn.Module
-    # Pixels of a side.
-    image_size: int
+    module: Any
 
     def preprocess(self, image: Image.Image) -> Tensor:
         """Prepare an RGB image: (3, rows, columns) float32."""
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return ids (B, N) int64, and which are read (B, N) bool."""
+        """Return ids (B, N) int64 and mask (B, N) bool, True = read by the encoder."""
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Count the texts that have more tokens than are read."""
+        """Return the number of texts that `tokenize` truncates."""
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """Encode (B, 3, rows, columns) to (B, d), of any length."""
+        """Encode pixels (B, 3, rows, columns) to features (B, d), not normalised."""
 
     def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Encode ids (B, N) and mask (B, N) to (B, d), of any length."""
+        """Encode ids (B, N) and mask (B, N) to features (B, d), not normalised."""
 
     def temperature(self) -> Tensor:
-        """Return the divisor of similarities."""
+        """Return the 0-d divisor of similarities."""
+        scale: Tensor = self.module.logit_scale.detach().float()
+        return 1 / scale.exp().reshape(())
 
 
-class AdaptedModel(nn.Module):
-    """A model with features and a temperature; it has no states, tokens or cross-modal layers."""
+class ModelAdapter(nn.Module):
+    """`Towers` with the interface of VLPModel; states, tokens and cross-modal layers are empty."""
 
-    # Match log-odds are the similarity over the trained temperature.
+    # The match score, similarity over temperature, is trained.
     match_is_trained = True
 
     def __init__(self, towers: Towers) -> None:
         super().__init__()
         self.towers, self.module = towers, towers.module
-        size = towers.image_size
+        size = int(towers.preprocess(Image.new("RGB", (32, 32))).shape[-1])
         self.config = ModelConfig.model_validate(
             {
-                "image": {"image_size": size, "patch_size": next(_divisors(size))},
-                # Of its settings evaluations read this alone.
+                "image": {"image_size": size, "patch_size": _patch_size(size)},
+                # The only setting of the cross-modal encoder that evaluations read.
                 "cross": {"position": []},
             }
         )
@@ -73,18 +73,18 @@ class AdaptedModel(nn.Module):
         return self.towers.preprocess(upright_rgb(image))
 
     def encode_image(self, pixels: Tensor) -> ImageFeatures:
-        """Encode pixels (B, 3, rows, columns)."""
+        """Encode pixels (B, 3, rows, columns); the feature (B, d) has unit length."""
         feature = _unit(self.towers.encode_images(pixels))
         return ImageFeatures(feature[:, None, :0], feature, feature[:, None][:, :0])
 
     def encode_text(self, ids: Tensor, mask: Tensor, word_mask: Tensor) -> TextFeatures:
-        """Encode texts as `tokenize` gives them."""
+        """Encode ids and masks (B, N); the feature (B, d) has unit length."""
         feature = _unit(self.towers.encode_texts(ids, mask))
         states = feature[:, None, :0].expand(-1, ids.shape[1], -1)
         return TextFeatures(states, feature, feature[:, None][:, :0], mask, word_mask)
 
     def temperature(self) -> Tensor:
-        """Return the divisor of similarities."""
+        """Return the 0-d divisor of similarities."""
         return self.towers.temperature()
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
@@ -92,14 +92,14 @@ class AdaptedModel(nn.Module):
         return (image.feature * text.feature).sum(-1) / self.temperature()
 
 
-class OtherTexts:
-    """Tokenizer of another library: ids and masks (B, N) of texts."""
+class TokenizerAdapter:
+    """Tokenizer of `Towers` with the interface of TextProcessor."""
 
     def __init__(self, towers: Towers) -> None:
         self._towers, self.count_cut = towers, towers.count_cut
 
     def __call__(self, texts: Sequence[str]) -> TextTokens:
-        """Return ids and masks of texts."""
+        """Return ids and masks (B, N) of texts."""
         ids, mask = self._towers.tokenize(list(texts))
         return TextTokens(ids, mask, mask)
 
@@ -108,34 +108,37 @@ def _unit(feature: Tensor) -> Tensor:
     return nn.functional.normalize(feature.float(), dim=-1)
 
 
-def _divisors(size: int) -> Any:
-    """Return the possible patch sides of shuffled views, the usual one first."""
-    return (side for side in (16, 14, 8, 4, 2, 1) if size % side == 0)
+def _patch_size(size: int) -> int:
+    """Return a usual patch side that divides the image side, for shuffled views."""
+    return next(side for side in (16, 14, 8, 4, 2, 1) if size % side == 0)
 
 
-# Each is a module `X_models` of this package with `towers(name)` and `files(name)`.
-LIBRARIES = ("open_clip", "transformers")
+# An example for each library X, whose module `X_models` has `DualEncoder(name)` and `files(name)`.
+EXAMPLES = {
+    "open_clip": "open_clip:ViT-B-32/laion2b_s34b_b79k",
+    "transformers": "transformers:openai/clip-vit-base-patch32",
+}
 
 
 class OtherModel(NamedTuple):
-    """A model of another library, and its name there."""
+    """A library, and the name of a model in the library."""
 
     library: str
     name: str
 
     def __str__(self) -> str:
-        """Return its name on the command line."""
+        """Return the model's name on the command line."""
         return f"{self.library}:{self.name}"
 
     def load(self) -> Loaded:
         """Load model, tokenizer and image preparation, in evaluation mode on the CPU."""
-        towers: Towers = self._module().towers(self.name)
-        model = AdaptedModel(towers)
-        # Evaluations by features alone need no more of a model than the adapter has.
-        return Loaded(model, OtherTexts(towers), model.preprocess)  # type: ignore[arg-type]
+        towers: Towers = self._module().DualEncoder(self.name)
+        model = ModelAdapter(towers)
+        # Tasks of dual encoders use only the interface of the adapters.
+        return Loaded(model, TokenizerAdapter(towers), model.preprocess)  # type: ignore[arg-type]
 
     def checksum(self) -> str:
-        """Hash its name and its files on this machine."""
+        """Hash the model's name and its files on this machine."""
         digest = hashlib.sha256(f"{self}\n".encode())
         for file in self._module().files(self.name):
             with file.open("rb") as handle:
@@ -149,14 +152,8 @@ class OtherModel(NamedTuple):
 def other_model(name: str | Path) -> OtherModel | None:
     """Return the model of another library by name; None for a folder or hub name."""
     library, separator, model_name = str(name).partition(":")
-    if not separator or library not in LIBRARIES:
+    if not separator or library not in EXAMPLES:
         return None
     if not model_name:
-        raise EvaluationError(f"{name}: name a model behind the colon, as in {EXAMPLES[library]}")
+        raise EvaluationError(f"{name}: name a model after the colon, as in {EXAMPLES[library]}")
     return OtherModel(library, model_name)
-
-
-EXAMPLES = {
-    "open_clip": "open_clip:ViT-B-32/laion2b_s34b_b79k",
-    "transformers": "transformers:openai/clip-vit-base-patch32",
-}

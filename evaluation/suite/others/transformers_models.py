@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from evaluation.samples import EvaluationError
+from evaluation.suite.others import Towers
 from vlp.models.pretrained.load import listed
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.towers import position_offset
@@ -19,19 +20,19 @@ from vlp.models.towers import position_offset
 logger = logging.getLogger(__name__)
 
 
-class TransformersTowers:
-    """Towers as `evaluation.suite.others.Towers` describes them."""
+class DualEncoder(Towers):
+    """Towers of a folder, or of a model of the hub."""
 
     def __init__(self, name: str) -> None:
         from transformers import AutoModel, AutoProcessor
 
         try:
             folder = local_folder(name)
-            # No pickle, and no code of the folder.
-            loaded: Any = AutoModel.from_pretrained(
+            # Only safetensors: a pickle could run code.
+            model_and_report: Any = AutoModel.from_pretrained(
                 folder, use_safetensors=True, output_loading_info=True
             )
-            self.module, report = loaded
+            self.module, report = model_and_report
             self.processor: Any = AutoProcessor.from_pretrained(folder)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = " ".join(str(error).split())
@@ -46,11 +47,9 @@ class TransformersTowers:
         if not (hasattr(self.module, "get_text_features") and hasattr(self.module, "logit_scale")):
             kind = type(self.module).__name__
             raise EvaluationError(
-                f"transformers:{name} is a {kind}, no dual encoder; give a CLIP, a SigLIP or a "
+                f"transformers:{name} is a {kind}, no dual encoder; name a CLIP, a SigLIP or a "
                 "VisionTextDualEncoder"
             )
-        grey = Image.new("RGB", (32, 32))
-        self.image_size = int(self.preprocess(grey).shape[-1])
 
     def preprocess(self, image: Image.Image) -> Tensor:
         """Prepare an RGB image: (3, rows, columns) float32."""
@@ -58,14 +57,14 @@ class TransformersTowers:
         if extra := sorted(set(inputs) - {"pixel_values"}):
             raise EvaluationError(
                 f"a {type(self.module).__name__} reads {', '.join(extra)} beside the pixels of an "
-                "image, which is not supported; give a model of one image size"
+                "image, which is not supported; name a model with a fixed image size"
             )
         pixels: Tensor = inputs.pixel_values
         return pixels[0]
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return ids (B, N) int64, and which are read (B, N) bool."""
-        # SigLIP reads its padding, and was trained on its full length.
+        """Return ids (B, N) int64 and mask (B, N) bool, True = read by the encoder."""
+        # Padded to full length: SigLIP reads its padding.
         inputs = self.processor.tokenizer(
             list(texts), padding="max_length", truncation=True, max_length=self._max_tokens,
             return_tensors="pt",
@@ -75,27 +74,24 @@ class TransformersTowers:
         return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Count the texts that have more tokens than are read."""
-        whole = self.processor.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
-        return sum(len(ids) > self._max_tokens for ids in whole)
+        """Return the number of texts that `tokenize` truncates."""
+        ids_of_texts = (
+            self.processor.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []
+        )
+        return sum(len(ids) > self._max_tokens for ids in ids_of_texts)
 
     def encode_images(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (B, 3, rows, columns) to (B, d)."""
+        """Encode pixels (B, 3, rows, columns) to features (B, d)."""
         return _pooled(self.module.get_image_features(pixel_values=pixels))
 
     def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Encode ids (B, N) with their mask (B, N) to (B, d)."""
-        masked = {} if self._reads_padding else {"attention_mask": mask.long()}
-        return _pooled(self.module.get_text_features(input_ids=ids, **masked))
-
-    def temperature(self) -> Tensor:
-        """Return the divisor of similarities, a number."""
-        scale: Tensor = self.module.logit_scale.detach().float()
-        return 1 / scale.exp().reshape(())
+        """Encode ids (B, N) and mask (B, N) to features (B, d)."""
+        masks = {} if self._reads_padding else {"attention_mask": mask.long()}
+        return _pooled(self.module.get_text_features(input_ids=ids, **masks))
 
     @property
     def _max_tokens(self) -> int:
-        """Return the maximal number of tokens of a text."""
+        # 77 is CLIP's length; other text encoders may have hundreds of positions.
         positions = self.module.config.text_config.max_position_embeddings
         return min(positions - position_offset(self.module), 77)
 
@@ -104,13 +100,8 @@ class TransformersTowers:
         return str(self.module.config.model_type).startswith("siglip")
 
 
-def towers(name: str) -> TransformersTowers:
-    """Load a folder, or a model of the hub."""
-    return TransformersTowers(name)
-
-
 def files(name: str) -> list[Path]:
-    """Return its files on this machine."""
+    """Return the model's files on this machine."""
     return sorted(file for file in local_folder(name).iterdir() if file.is_file())
 
 

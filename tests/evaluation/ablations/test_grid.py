@@ -338,6 +338,7 @@ def test_the_page_leads_to_a_table(folder):
         (["--encodings", "sap"], r"unknown position encoding 'sap' \(did you mean 'sape'"),
         (["--encodings", "anchor"], "lies between an image and a text|cross-modal"),
         (["--encodings", "rope-mixed:k"], "rope-mixed has no choice of queries, keys and values"),
+        (["--encodings", "irpe-product:k:mode=biss"], "irpe-product.*mode.*biss"),
         (["--reference", "sape"], "unknown variants sape"),
         (["training.step=3"], "did you mean 'training.steps'"),
         (["--plugin", "gone.py"], "plugin .*gone.py: there is no such file"),
@@ -350,4 +351,4 @@ def test_what_is_wrong_is_said_before_anything_is_trained(folder, change, messag
     said = capsys.readouterr().err
     assert re.search(message, said), said
     assert said.startswith("error: ")
-    assert not (folder / "runs/compare/own").exists()
+    assert not (folder / "runs").exists()

@@ -166,7 +166,7 @@ def test_captions_and_matches_of_files(folders, files):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("nlvr2", "--image red.png --text a", "about 2 images, not 1"),
+        ("nlvr2", "--image red.png --text a", "takes 2 images, not 1"),
         ("snli_ve", "--image red.png", "needs a text"),
         ("caption", "--image red.png --text a", "leave --text out"),
         ("vqa", "--image gone.png --text a", "gone.png: cannot be read"),
@@ -223,7 +223,7 @@ def test_a_image_of_several_panels_is_one_file(panelled, tmp_path, capsys):
     files = ["--image", *[str(strip)] * 3]
     assert main(["predict", "--model", folder, *files, "--text", "a red circle"]) == 2
     error = capsys.readouterr().err
-    assert "about 1 image, to be cut into 3 parts, not 3: give --image FILE once" in error
+    assert "takes 1 image with 3 panels, not 3: write --image FILE" in error
 
 
 def test_permutations_are_named_by_their_keys(panelled, tmp_path, capsys):

@@ -22,7 +22,7 @@ FLAGS = (
 )  # fmt: skip
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 ANSWERS = {
-    "Search": ".found img",
+    "Search": ".results img",
     "Ask": "[data-testid=label-output-value]",
     "Match": "[data-testid=label-output-value]",
     "Ground": ".image-frame img",

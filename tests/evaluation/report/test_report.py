@@ -159,7 +159,7 @@ def test_example_retrievals_are_the_last_and_first_ranks_of_the_evaluation(
         shown = [int(n) for n in re.findall(r"rank of its image: (\d+) of 21", " ".join(part))]
         assert shown[0] == expected
         assert len(shown) == 3
-        assert " ".join(part).count("found at place") == 9
+        assert " ".join(part).count(", similarity") == 9
 
 
 def test_curves_have_every_part_and_a_gap_where_a_number_is_missing():

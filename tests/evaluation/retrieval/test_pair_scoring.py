@@ -33,7 +33,7 @@ def collected(loaded, shards, memory=ALL, limit=None):
     loaded.model.eval()
     options = EvalOptions(batch=4, precision="float32")
     encoder = Encoder(loaded, Samples([shards], limit), options, torch.device("cpu"), memory)
-    return encoder, encoder.collect(ProcessGroup(), lambda samples: None)
+    return encoder, encoder.collect(ProcessGroup())
 
 
 def scores(encoder, collection, pairs, batch=3):

@@ -142,8 +142,8 @@ def test_other_items_are_named(tmp_path):
         ("nowhere", "neither a folder nor a file"),
         ("empty", "holds no *.predictions.jsonl"),
         ("vqa", "no results of the same task in both"),
-        ("torn.jsonl", "torn.jsonl, line 1: not JSON"),
-        ("unjudged.jsonl", "nothing in it was judged"),
+        ("torn.jsonl", "torn.jsonl, line 1: not a JSON object"),
+        ("unscored.jsonl", "no row has scores"),
         ("queries.jsonl", "results of different tasks"),
     ],
 )
@@ -153,7 +153,7 @@ def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second
     (tmp_path / "empty").mkdir()
     write_lines(tmp_path / "vqa" / "vqa.predictions.jsonl", [{"key": "0", "question_id": 1}])
     (tmp_path / "torn.jsonl").write_text('{"key": ')
-    write_lines(tmp_path / "unjudged.jsonl", [{"key": "0", "prediction": "x"}])
+    write_lines(tmp_path / "unscored.jsonl", [{"key": "0", "prediction": "x"}])
     write_lines(
         tmp_path / "queries.jsonl",
         [{"direction": "image_to_text", "key": "0", "ranks": {"dual": 1}}],

@@ -121,14 +121,14 @@ def test_a_suite_judges_them_beside_our_own(
     assert [one["name"] for one in content["results"]] == ["retrieval", "foils", "zeroshot"] * 2
     assert content["failures"] == []
     assert main(command) == 0
-    assert capsys.readouterr().out.count(": kept") == 6, "nothing is judged again"
+    assert capsys.readouterr().out.count(": reused") == 6, "nothing is evaluated again"
 
 
 @pytest.mark.parametrize(
     ("task", "told"),
     [
         ({"task": "retrieval", "rerank": 8}, "no cross-modal encoder: leave rerank"),
-        ({"task": "pointing"}, "choose of retrieval, zeroshot, swaps, foils"),
+        ({"task": "pointing"}, "choose one of retrieval, zeroshot, swaps, foils"),
     ],
 )
 def test_what_needs_more_than_features_is_refused(other, scene_shards, tmp_path, task, told):
@@ -142,7 +142,7 @@ def test_what_needs_more_than_features_is_refused(other, scene_shards, tmp_path,
 def test_mistakes_are_told(tmp_path, monkeypatch):
     assert other_model("runs/model") is None
     assert other_model("owner/name") is None
-    with pytest.raises(EvaluationError, match="name a model behind the colon"):
+    with pytest.raises(EvaluationError, match="name a model after the colon"):
         other_model("open_clip:")
     (tmp_path / "bert").mkdir()
     config = transformers.BertConfig(**TOWER, vocab_size=20)

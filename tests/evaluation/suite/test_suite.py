@@ -52,7 +52,7 @@ def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch)
     command = ["all", "--config", str(file), "--out", str(tmp_path / "out")]
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert printed.count("judged in") == 3
+    assert printed.count("evaluated in") == 3
     summary = printed.split("All models")[1]
     entailment = json.loads((tmp_path / "out" / "one" / "snli_ve" / "snli_ve.json").read_text())
     accuracy = saved_figures(entailment).figures["accuracy"].percent()
@@ -64,7 +64,7 @@ def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(evaluation.suite.suite, "run_job", None)  # nothing may be judged again
     assert main(command) == 0
     printed = capsys.readouterr().out
-    assert printed.count("kept") == 3
+    assert printed.count(": reused") == 3
     assert (tmp_path / "out" / "all.md").read_text() == before
 
 
@@ -173,15 +173,15 @@ def one(name="a", **more):
         ([one(task="guessing")], "'retrieval'"),
         ([one(reranc=3)], "'rerank'"),
         ([one(colour=3)], "it has task, shards, name"),
-        ([one(rerank_by="match")], "give rerank"),
-        ([one(task="zeroshot", classes="c", match_by="match")], "give match"),
+        ([one(rerank_by="match")], "set rerank"),
+        ([one(task="zeroshot", classes="c", match_by="match")], "set match"),
         ([one(task="grounding", by="similarity", layer=1)], "Grad-CAM"),
         ([one(temperature=0.1)], "temperature"),
         ([one(temperature=0.1, rerank=2, rerank_by="match")], "temperature"),
         ([{"name": "a", "tasks": [JOB, JOB]}], "`name`"),
         ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "has a model"),
         ([one(), one()], "are called 'a'"),
-        ([one(), one("b", shards=["t"])], "other shards"),
+        ([one(), one("b", shards=["t"])], "differs in task, shards or limit"),
         ([one("../a")], "name"),
         ([], "models"),
     ],

@@ -72,7 +72,7 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
     tasks = open_grids(judged.config.data)
     # 74dd1130 has one test pair, 25ff71a9 two.
     assert [one.name for one in asked] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
-    assert sum(not one.varied for one in asked) == 3
+    assert sum(not one.is_variant for one in asked) == 3
     assert np.array_equal(to_grid(asked[0].sample.inputs), tasks[NAMES[0]].test[0].input)
     assert np.array_equal(to_grid(asked[12].sample.outputs), tasks[NAMES[1]].test[1].output)
     variants = held_out_variants(RULES[NAMES[0]].symmetry, 5, np.random.default_rng(0))

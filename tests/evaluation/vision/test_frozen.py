@@ -111,7 +111,7 @@ def test_tables_are_carried_over_to_other_grids(file):
     assert tail(torch.randn(2, 17, 16)).shape == (2, 2)
     with pytest.raises(ValueError, match="does not carry over to 6 x 6"):
         Tail(training(file, "spread").task, 1, 2).at((6, 6))
-    with pytest.raises(ConfigError, match=r"frozen.blocks 2: .* none is left to train"):
+    with pytest.raises(ConfigError, match=r"frozen.blocks 2: .* leave at least one to train"):
         Tail(training(file, "none").task, 2, 2)
 
 
