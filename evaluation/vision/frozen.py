@@ -27,7 +27,7 @@ from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write
 from vlp.models.vision.backbone import BackboneConfig, create_backbone, create_encoding, on_tokens
 from vlp.positions import PositionEncoding
-from vlp.positions.base import through_call
+from vlp.positions.base import call_method
 from vlp.positions.carry_over import carry_over
 from vlp.positions.zero_start import zero_start
 from vlp.tasks.classification.task import ClassificationConfig
@@ -94,7 +94,7 @@ class Tail(nn.Module):
         if hasattr(self.model, "context_store"):
             context = self.model.context_store.write(*self.grid)
             for encoding in self.model.positions:
-                x = through_call(encoding, PositionEncoding.tokens, x, context)
+                x = call_method(encoding, PositionEncoding.tokens, x, context)
         normed: Tensor = self.model.norm(self.model.blocks(x))
         return normed
 

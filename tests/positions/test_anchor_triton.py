@@ -251,10 +251,10 @@ def test_cpu_tensors_never_import_triton():
 
 
 def test_windows_that_are_too_large_are_left_to_pytorch():
-    assert windowed_path.fits(2, 1)
-    assert windowed_path.fits(100, 4)
-    assert not windowed_path.fits(2, 5)
-    assert not windowed_path.fits(1000, 4)
+    assert windowed_path.kernel_supports(2, 1)
+    assert windowed_path.kernel_supports(100, 4)
+    assert not windowed_path.kernel_supports(2, 5)
+    assert not windowed_path.kernel_supports(1000, 4)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from torch import nn
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
-from vlp.positions.anchor_field import with_prefix
+from vlp.positions.anchor_field import build_paths
 
 
 def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2, **options):
@@ -18,7 +18,7 @@ def layer_and_field(grid=(2, 3), words=5, heads=2, channels=4, groups=3, rows=2,
     real = torch.rand(rows, words) < 0.7
     path = torch.rand(rows, grid[0] * grid[1], words, groups)
     path = torch.where((path < 0.6) & real[:, None, :, None], 1 + 5 * path, 0.0)
-    return layer, with_prefix(path, path, real)
+    return layer, build_paths(path, path, real)
 
 
 def outputs_and_gradients(layer, field, kernel, text_queries=True, wrap=lambda layer: layer):

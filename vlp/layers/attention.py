@@ -1,4 +1,4 @@
-"""Multi-head attention with the hooks of position encodings; fused where no hook forbids it."""
+"""Multi-head attention with the hooks of position encodings, fused where hooks allow it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from torch.nn import functional
 
 from vlp.compilation import off_cpu, on_gpu, once
 from vlp.positions.anchor import has_triton
-from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, offers, through_call
+from vlp.positions.base import (
+    PositionContext,
+    PositionEncoding,
+    call_method,
+    has_fast_path,
+    hooks_of,
+)
 
 logger = logging.getLogger(__name__)
 
 Fused = bool | None
-# For hooks where there is no context; encodings that know their grid need no more.
+# Context of tokens that have none: enough for encodings with a grid in their options.
 NO_CONTEXT = PositionContext()
 
 
@@ -33,36 +39,31 @@ def attend(
     probabilities: nn.Module | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return softmax(scale q k^T + biases) v, with the hooks that follow the projections.
+    """Return softmax(scale q k^T + biases) v, (B, heads, Q, head width), with encodings' hooks.
 
     Args:
-        query: (B, heads, Q, head width), projected; scaled here.
-        key: (B, heads, K, head width).
-        value: (B, heads, K, head width).
+        query: (B, heads, Q, head width), projected, not scaled.
+        key, value: (B, heads, K, head width), projected.
         encodings: with `rotate`, `bias` and `value` hooks; may be in wrappers.
         context: for the hooks; None is `NO_CONTEXT`.
         bias: added to the scaled logits, broadcasts to (B, heads, Q, K), such as `mask_bias`.
-        fused: use scaled_dot_product_attention where no `value` hook needs the probabilities; None:
+        fused: use scaled_dot_product_attention unless a `value` hook needs the probabilities; None:
             fused on accelerators, explicit on CPU.
-        dropout: share of the probabilities that is dropped.
-        probabilities: on the explicit path, module for the probabilities in place of dropout, so
-            that hooks may read or replace them.
-        scale: of the products of queries and keys, before any bias; None: 1 / sqrt(head width).
-            Encodings' own terms keep their scale.
-
-    Returns:
-        (B, heads, Q, head width).
+        dropout: probability of dropping an attention weight.
+        probabilities: on the explicit path, a module that gets the attention weights in place of
+            dropout, so that forward hooks may read or replace them.
+        scale: of the products of queries and keys, but not of biases; None: 1 / sqrt(head width).
     """
     positions = list(encodings)
     context = NO_CONTEXT if context is None else context
-    for encoding in _using(positions, "rotate"):
-        query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
-    bias_encodings, value_encodings = _using(positions, "bias"), _using(positions, "value")
-    for encoding in bias_encodings:
-        addition = through_call(encoding, PositionEncoding.bias, query, key, context)
-        if addition is not None:
-            bias = addition if bias is None else bias + addition
-    bias = None if bias is None else _finite(bias.to(query.dtype))
+    for encoding in _select_by_hook(positions, "rotate"):
+        query, key = call_method(encoding, PositionEncoding.rotate, query, key, context)
+    for encoding in _select_by_hook(positions, "bias"):
+        term = call_method(encoding, PositionEncoding.bias, query, key, context)
+        if term is not None:
+            bias = term if bias is None else bias + term
+    bias = None if bias is None else _clamp_float16(bias.to(query.dtype))
+    value_encodings = _select_by_hook(positions, "value")
     # On CPU the fused backward is slow in bf16. FlexAttention with tables was slower than a dense
     # bias (docs/results/gpu.md).
     fused = off_cpu(query) if fused is None else fused
@@ -73,7 +74,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     logits = (query * scale) @ key.transpose(-2, -1)
     if bias is not None:
-        logits = _finite(logits + bias)
+        logits = _clamp_float16(logits + bias)
     attention = logits.softmax(-1).to(value.dtype)
     if probabilities is not None:
         attention = probabilities(attention)
@@ -81,13 +82,13 @@ def attend(
         attention = functional.dropout(attention, dropout)
     out = attention @ value
     for encoding in value_encodings:
-        addition = through_call(encoding, PositionEncoding.value, attention, context)
-        out = out if addition is None else out + addition
+        term = call_method(encoding, PositionEncoding.value, attention, context)
+        out = out if term is None else out + term
     return out
 
 
 def cast_once(states: Tensor) -> Tensor:
-    """Cast states (B, N, width) to autocast's type on a GPU, once for all layers."""
+    """Cast float32 states (B, N, width) to autocast's dtype on a GPU, once for all projections."""
     device_type = states.device.type
     if on_gpu(states) and torch.is_autocast_enabled(device_type) and states.dtype == torch.float32:
         return states.to(torch.get_autocast_dtype(device_type))
@@ -95,36 +96,39 @@ def cast_once(states: Tensor) -> Tensor:
 
 
 def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a boolean mask, True = may be attended to, into a bias of the same shape."""
-    # Not -inf: a row without keys gives a mean, not NaN.
+    """Return a bias of 0 where a boolean mask is True, the lowest number where it is False."""
+    # Not -inf: where a query may attend to no key, the output is the values' mean, not NaN.
     lowest = torch.finfo(dtype).min
-    # Lowest - lowest * mask, in one kernel: its constant is an argument, not a tensor to be filled.
+    # lowest - lowest * mask in one GPU kernel, which takes a scalar on the CPU as an argument.
     return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
 
 
-def _finite(logits: Tensor) -> Tensor:
-    # In float16 a sum with the lowest number is -inf.
+def _clamp_float16(logits: Tensor) -> Tensor:
+    # In float16 sums with the lowest number overflow to -inf.
     if logits.dtype != torch.float16:
         return logits
     return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def _using(encodings: Iterable[nn.Module], hook: str) -> list[nn.Module]:
+def _select_by_hook(encodings: Iterable[nn.Module], hook: str) -> list[nn.Module]:
+    """Return the encodings that have a hook, in order."""
     return [encoding for encoding in encodings if hook in hooks_of(encoding)]
 
 
 class Attention(nn.Module):
     """Self- or cross-attention on (batch, tokens, width) states.
 
-    Args:
-        heads: attention heads; divide the width.
-        output: whether an output projection follows (not in the cross-attention of layout `ace`).
-        positions: encodings with `inputs`, `rotate`, `bias` and `value` hooks.
-        fused: see `attend`; where it allows it, ACE-RPE without others has a kernel
-            (`vlp.positions.anchor_attention`).
+    On the explicit path the attention weights (batch, heads, queries, keys) pass through the
+    submodule `probabilities`, where a forward hook may read or replace them.
 
-    On the explicit path the probabilities (batch, heads, queries, keys) pass through the submodule
-    `probabilities`, where a forward hook may read or replace them.
+    Args:
+        width: channels of the states.
+        heads: attention heads; divide the width.
+        output: whether an output projection follows.
+        positions: encodings with `inputs`, `rotate`, `bias` and `value` hooks.
+        fused: see `attend`; unless it is False, ACE-RPE as the only encoding uses a kernel on a GPU
+            (`vlp.positions.anchor_attention`).
+        scale: see `attend`.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class Attention(nn.Module):
         for encoding in positions:
             if hooks_of(encoding) == {"tokens"}:
                 raise ValueError(
-                    f"{type(encoding).__name__} acts on tokens, for which attention has no place"
+                    f"{type(encoding).__name__} acts on tokens, not in layers of attention"
                 )
         self.heads, self.fused, self.scale = heads, fused, scale
         self.query = nn.Linear(width, width)
@@ -158,25 +162,22 @@ class Attention(nn.Module):
         context: PositionContext | None = None,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend from `states` to `context_states` (to themselves when None).
+        """Attend from states (B, Q, width) to `context_states`: (B, Q, width).
 
         Args:
             states: (B, Q, width).
-            context_states: (B, K, width) or None.
+            context_states: (B, K, width); None: `states`.
             mask: (B, K) bool, True = may be attended to.
-            context: for the hooks; see `attend`.
-            projected: keys and values, (B, K, width) each, in place of `context_states`, where
-                `shares_keys`.
-
-        Returns:
-            (B, Q, width).
+            context: for the hooks; None is `NO_CONTEXT`.
+            projected: keys and values of `project`, (B, K, width) each, in place of
+                `context_states`; needs `shares_keys`.
         """
         context = NO_CONTEXT if context is None else context
         states = cast_once(states)
         source = states if context_states is None else cast_once(context_states)
         if self._uses_kernel(states):
             (encoding,) = self.positions
-            out = through_call(
+            out = call_method(
                 encoding,
                 PositionEncoding.attend,
                 self.query(states),
@@ -190,9 +191,9 @@ class Attention(nn.Module):
             return out if self.output is None else self.output(out)
         query, key, value = self._project_inputs(states, source, projected, context)
         out = attend(
-            self.by_head(query),
-            self.by_head(key),
-            self.by_head(value),
+            self.split_heads(query),
+            self.split_heads(key),
+            self.split_heads(value),
             self.positions,
             context,
             None if mask is None else mask_bias(mask, query.dtype)[:, None, None, :],
@@ -200,14 +201,14 @@ class Attention(nn.Module):
             probabilities=self.probabilities,
             scale=self.scale,
         )
-        return self.joined(out)
+        return self.merge_heads(out)
 
-    def by_head(self, states: Tensor) -> Tensor:
+    def split_heads(self, states: Tensor) -> Tensor:
         """Split heads: (B, T, width) -> (B, heads, T, head width)."""
         return states.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def joined(self, out: Tensor) -> Tensor:
-        """Join (B, heads, T, head width) -> (B, T, width), with the output projection if any."""
+    def merge_heads(self, out: Tensor) -> Tensor:
+        """Merge heads and project the output: (B, heads, T, head width) -> (B, T, width)."""
         states = out.transpose(1, 2).flatten(-2)
         return states if self.output is None else self.output(states)
 
@@ -223,53 +224,53 @@ class Attention(nn.Module):
         key, value = (source, source) if projected is None else projected
         if projected is not None:
             context = replace(context, projections=(self.key.weight, self.value.weight))
-        for encoding in _using(self.positions, "inputs"):
-            query, key, value = through_call(
+        for encoding in _select_by_hook(self.positions, "inputs"):
+            query, key, value = call_method(
                 encoding, PositionEncoding.inputs, query, key, value, context
             )
-        # Queries first: gradients add up in the order of these products.
+        # Queries first: the order of projections is that in which gradients are summed.
         query = self.query(query)
         return (query, key, value) if projected else (query, self.key(key), self.value(value))
 
     def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of (B, K, width), the same shape, for calls that share them."""
+        """Return the `projected` keys and values of (B, K, width) that several calls may share."""
         return self.key(context_states), self.value(context_states)
 
     @property
     def shares_keys(self) -> bool:
-        """Tell whether calls may share projected keys and values, and pass some of the queries."""
-        return all(offers(encoding, "shares_keys") for encoding in self.positions)
+        """Return whether calls may share `project` and pass a part of the queries."""
+        return all(has_fast_path(encoding, "shares_keys") for encoding in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
-        """Return the `kernel_terms` of `PositionContext` for calls with these states, or None."""
+        """Return `PositionContext.kernel_terms` for these states; None without a kernel."""
         if not self._uses_kernel(states):
             return None
         (encoding,) = self.positions
-        return through_call(encoding, PositionEncoding.kernel_terms, self._weights())
+        return call_method(encoding, PositionEncoding.kernel_terms, self._weights())
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query.weight, self.key.weight, self.value.weight
 
     def _uses_kernel(self, states: Tensor) -> bool:
-        """Tell whether a kernel of the encoding (ACE-RPE's) computes this attention as a whole."""
-        kernels = [encoding for encoding in self.positions if offers(encoding, "has_kernel")]
+        """Return whether a kernel of the encoding (ACE-RPE's) computes the whole attention."""
+        kernels = [encoding for encoding in self.positions if has_fast_path(encoding, "has_kernel")]
         if not kernels or not on_gpu(states) or self.fused is False:
             return False
-        # SDPA has no need of probabilities either.
+        # Without the hooks `bias` and `value` SDPA serves as well.
         if hooks_of(kernels[0]) == {"inputs"}:
             return False
-        only_encoding = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
+        is_alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         width = self.query.out_features // self.heads
-        fits = only_encoding and width <= 256 and states.dtype != torch.float64 and has_triton()
-        if not fits:
+        supported = is_alone and width <= 256 and states.dtype != torch.float64 and has_triton()
+        if not supported:
             _log_explicit(width, len(self.positions), states.dtype)
-        return fits
+        return supported
 
 
 @once
 def _log_explicit(width: int, encodings: int, dtype: torch.dtype) -> None:
     logger.info(
-        "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and it alone in the "
-        "layer; here are heads of width %d, %s and %d encodings",
+        "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and no other encoding "
+        "in the layer; this layer has heads of width %d, %s and %d encodings",
         "heads of at most 256 channels, no float64", width, dtype, encodings,
     )  # fmt: skip

@@ -19,36 +19,37 @@ from vlp.positions.sine import sinusoid
 Layer = Callable[[Tensor], Tensor]
 
 
-def contract(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
-    """Compute linear(activation(wide)), (..., wide) -> (..., width).
+def activate_and_project(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
+    """Compute linear(activation(wide)): (..., intermediate) -> (..., width).
 
-    On a GPU the linear layer's input is recomputed in the backward pass.
+    On a GPU the activation is recomputed in the backward pass, not saved.
     """
-    # It is a block's largest tensor after `wide`. A compiler chooses by itself.
     active = activation(wide)
+    # The compiler itself decides what to recompute.
     if not active.is_cuda or torch.compiler.is_compiling():
         return linear(active)
     address = active.data_ptr()
 
-    def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.data_ptr() == address else saved
+    # Autograd saves the shape in place of the activation.
+    def pack(tensor: Tensor) -> Tensor | torch.Size:
+        return tensor.shape if tensor.data_ptr() == address else tensor
 
-    def unpack(saved: Tensor | torch.Size) -> Tensor:
-        return saved if isinstance(saved, Tensor) else activation(wide).view(saved)
+    def unpack(packed: Tensor | torch.Size) -> Tensor:
+        return packed if isinstance(packed, Tensor) else activation(wide).view(packed)
 
     with saved_tensors_hooks(pack, unpack):
         return linear(active)
 
 
 class BlockMlp(Mlp):
-    """The feed-forward of a timm block without dropout or norm in it, by `contract`."""
+    """Feed-forward of a timm block without dropout and norm, by `activate_and_project`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (..., width) -> (..., width)."""
-        return contract(self.fc1(x), self.act, self.fc2)
+        return activate_and_project(self.fc1(x), self.act, self.fc2)
 
 
-# The epsilon of BERT's LayerNorm.
+# Epsilon of BERT's LayerNorm.
 NORM_EPS = 1e-12
 
 
@@ -63,11 +64,11 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute (..., width) -> (..., width)."""
-        return contract(self.expand(x), self.activation, self.contract)
+        return activate_and_project(self.expand(x), self.activation, self.contract)
 
 
 def gather_tokens(states: Tensor, index: Tensor) -> Tensor:
-    """Return tokens `index` (B, Q) int64 of states (B, T, width)."""
+    """Return the tokens `index` (B, Q) int64 of states (B, T, width): (B, Q, width)."""
     return states.gather(1, index[..., None].expand(-1, -1, states.shape[2]))
 
 
@@ -89,18 +90,19 @@ class PostNormLayer(nn.Module):
 
 
 class CrossLayer(nn.Module):
-    """One cross-modal layer; the same weights serve both streams.
+    """Cross-modal layer, with the same weights for both streams.
 
-    Self-attention, cross-attention, feed-forward: each is added, then normalised. Steps are
-    separate because both streams finish the first before either attends to the other.
+    Self-attention, cross-attention, feed-forward: each is added, then normalised. They are separate
+    methods, as both streams finish self-attention before either attends to the other.
 
     Args:
+        width: channels of the states.
         heads: attention heads.
         intermediate: channels of the feed-forward.
         cross_output: whether the cross-attention has an output projection (layout `albef`).
         positions: encodings of the cross-attention.
         self_positions: encodings of the self-attention.
-        dropout: share of each step's output that is set to 0 in training, before it is added.
+        dropout: dropout probability of each of the three outputs, before they are added.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class CrossLayer(nn.Module):
 
     def forward(self, step: str, *arguments: Any) -> Any:
         """Run `self_attend`, `cross_attend`, `project` or `kernel_terms` by name."""
-        # ZeRO-3 and other wrappers gather a module's weights around its call.
+        # See `call_method`.
         return getattr(self, step)(*arguments)
 
     def self_attend(
@@ -134,7 +136,7 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         index: Tensor | None = None,
     ) -> Tensor:
-        """Run the first step: (B, T, width) -> (B, T, width), or for queries `index` (B, Q)."""
+        """Run self-attention: (B, T, width) -> (B, T, width), or of tokens `index` (B, Q) alone."""
         if index is None:
             attended = self.attention(states, mask=mask, context=context)
         else:
@@ -150,22 +152,25 @@ class CrossLayer(nn.Module):
         context: PositionContext,
         projected: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Run steps two and three: (B, Q, width) attends to (B, K, width) or its `projected`."""
+        """Run cross-attention of states (B, Q, width) to `other` (B, K, width), and feed-forward.
+
+        `projected` are keys and values of `project`, in place of `other`.
+        """
         attended = self.cross_attention(
             states, other, mask=mask, context=context, projected=projected
         )
         return self.add_cross_attention(states, attended)
 
     def project(self, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of (B, K, width) for `cross_attend`."""
+        """Return the `projected` keys and values of (B, K, width) for `cross_attend`."""
         return self.cross_attention.project(other)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
-        """Return the terms that cross-attention shares in both directions."""
+        """Return `PositionContext.kernel_terms` of cross-attention, the same in both directions."""
         return self.cross_attention.kernel_terms(states)
 
     def add_cross_attention(self, states: Tensor, attended: Tensor) -> Tensor:
-        """Add a cross-attention's output to states, both (B, T, width); then the third step."""
+        """Add the output of cross-attention to states, both (B, T, width), and run feed-forward."""
         states = self.cross_norm(states + self.dropout(attended))
         return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
@@ -177,8 +182,8 @@ SINE_BASE = 100.0
 class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
-    Words and types are initialised as BERT's. Positions start as sinusoids of `sines` times the
-    root mean square of word embeddings; 0: small and random, as BERT's.
+    Words and types are initialised as in BERT. Positions start as sinusoids with `sines` times the
+    root mean square of the word embeddings, or for 0 as in BERT.
     """
 
     def __init__(
@@ -202,8 +207,8 @@ class TextEmbedding(nn.Module):
         if not strength:
             nn.init.normal_(self.position.weight, std=INIT_STD)
             return
-        # From small positions word order is learned last; strong sines hide the texts' differences
-        # at first (docs/results/anchors.md).
+        # With small positions word order is learned last; with large ones all texts look alike at
+        # first (docs/results/anchors.md).
         sines = sinusoid(
             torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
         )
@@ -216,7 +221,7 @@ class TextEmbedding(nn.Module):
             raise ValueError(
                 f"a text of {tokens} tokens exceeds the {self.position.num_embeddings} positions"
             )
-        # Every text here is of type 0; the row is looked up so that public weights act in full.
+        # All tokens have type 0. Public weights were trained with its embedding.
         type_ids = torch.zeros(1, dtype=torch.long, device=text_ids.device)
         positions = self.position(torch.arange(tokens, device=text_ids.device))
         return self.norm(self.word(text_ids) + positions + self.token_type(type_ids))
@@ -231,12 +236,12 @@ def pooled_width(pooling: Pooling, width: int) -> int:
 
 
 def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) -> Tensor:
-    """Pool the states of one side to (B, width), or (B, 2 width) of both.
+    """Pool states to (B, width), for `cls+mean` to (B, 2 width).
 
     Args:
         states: (B, 1 + M, width), [CLS] first.
-        pooling: `cls`, the first state; `mean`, of the tokens; or both, side by side.
-        mask: (B, 1 + M) bool, True = a token that the mean counts; None: all but [CLS].
+        pooling: `cls`, the first state; `mean`, of the other tokens; `cls+mean`, concatenated.
+        mask: (B, 1 + M) bool, True = a token of the mean; None: all but [CLS].
     """
     parts = [states[:, 0]] if "cls" in pooling else []
     if "mean" in pooling:
@@ -249,7 +254,7 @@ def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) ->
 
 
 def fuse_by_device(model: nn.Module, x: Tensor) -> None:
-    """Choose attention by the device of `x`: fused on accelerators, explicit on CPU."""
+    """Use fused attention in a timm model if `x` is on an accelerator, explicit on a CPU."""
     # The fused backward pass makes a training step 2.5 times as long on a CPU in bf16.
     fused = off_cpu(x)
     for module in model.modules():
@@ -258,7 +263,7 @@ def fuse_by_device(model: nn.Module, x: Tensor) -> None:
 
 
 class ThreadLocal(threading.local):
-    """Attributes that each thread has for itself; a copy and a pickle begin without any."""
+    """Attributes with a value for each thread; copies and pickles have no values."""
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()

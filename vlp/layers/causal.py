@@ -1,4 +1,4 @@
-"""Causal self-attention, for models that generate one token after another."""
+"""Causal self-attention, for autoregressive models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.layers.attention import NO_CONTEXT, attend, mask_bias
-from vlp.positions.base import PositionContext, PositionEncoding, hooks_of, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method, hooks_of
 
 
 class Past:
@@ -18,23 +18,23 @@ class Past:
     def __init__(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
         self.key, self.value = key, value
 
-    def extended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens, and return all."""
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of new tokens, and return all keys and values."""
         self.key = key if self.key is None else torch.cat([self.key, key], -2)
         self.value = value if self.value is None else torch.cat([self.value, value], -2)
         return self.key, self.value
 
 
 class CausalAttention(nn.Module):
-    """Self-attention of every token to itself and to earlier ones.
+    """Self-attention of every token to itself and to earlier tokens.
 
-    Without encodings that add to the logits or the output it runs in the fused causal kernel, which
-    never makes the (tokens, tokens) matrix.
+    Without encodings, or with `rotate` hooks alone, it runs in PyTorch's fused causal kernel.
 
     Args:
+        width: channels of the states.
         heads: attention heads; divide the width.
-        positions: encodings with `rotate`, `bias` and `value` hooks; their terms for a pair must
-            not depend on later tokens.
+        positions: encodings with `rotate`, `bias` and `value` hooks, and with `causal` True.
+        scale: see `attend`.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class CausalAttention(nn.Module):
         for encoding in positions:
             if hooks := sorted(hooks_of(encoding) - {"rotate", "bias", "value"}):
                 raise ValueError(
-                    f"{type(encoding).__name__} acts on {', '.join(hooks)}, for which causal "
-                    "self-attention has no place"
+                    f"{type(encoding).__name__} acts on {', '.join(hooks)}; causal self-attention "
+                    "has the hooks rotate, bias and value"
                 )
         self.heads, self.scale = heads, scale
         self.query = nn.Linear(width, width)
@@ -66,10 +66,10 @@ class CausalAttention(nn.Module):
         """Attend causally, (B, T, width) -> (B, T, width).
 
         Args:
-            states: the whole sequence, or with `past` the one token that comes next.
-            context: for the hooks; see `attend`.
-            past: earlier tokens; gets the new one. Without encodings only, as hooks need all
-                tokens.
+            states: the whole sequence, or with `past` the next token, T = 1.
+            context: for the hooks; None is `NO_CONTEXT`.
+            past: cache of earlier tokens, to which the new token is appended; not with encodings,
+                as hooks need all tokens.
         """
         query, key, value = (
             project(states).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -80,26 +80,25 @@ class CausalAttention(nn.Module):
         else:
             if self.positions or states.shape[-2] != 1:
                 raise ValueError(
-                    "a past is continued by one token at a time, without position encodings in "
-                    f"attention; there are {states.shape[-2]} tokens and "
-                    f"{len(self.positions)} encodings"
+                    "a past takes one token at a time, and no position encodings in attention; "
+                    f"this call has {states.shape[-2]} tokens and {len(self.positions)} encodings"
                 )
-            out = attend(query, *past.extended(key, value), scale=self.scale)
+            out = attend(query, *past.append(key, value), scale=self.scale)
         return self.output(out.transpose(1, 2).flatten(-2))
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> Tensor:
         encodings = list(self.positions)
-        # The kernel's backward pass is slow in bf16 on a CPU.
+        # The fused kernel's backward pass is slow in half precision on a CPU.
         slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
         if slow or any(hooks_of(encoding) - {"rotate"} for encoding in encodings):
             tokens = query.shape[-2]
-            earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
-            bias = mask_bias(earlier, query.dtype)
+            mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+            bias = mask_bias(mask, query.dtype)
             return attend(query, key, value, encodings, context, bias, scale=self.scale)
         for encoding in encodings:
-            query, key = through_call(encoding, PositionEncoding.rotate, query, key, context)
+            query, key = call_method(encoding, PositionEncoding.rotate, query, key, context)
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scale
         )

@@ -1,4 +1,4 @@
-"""Learned temperature and scale: the logarithm is the parameter, its range is bounded."""
+"""Learned scale and temperature of logits, with a bounded logarithm as the parameter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vlp.compilation import region
 class _Bounded(torch.autograd.Function):
     """Clamp with a gradient that vanishes only where descent would leave the range."""
 
-    # A sharded optimiser (ZeRO-3) does not allow CLIP's clamp of the parameter; a plain clamp in
-    # the forward pass would never let go of a value that has overshot.
+    # CLIP clamps the parameter, which a sharded optimiser (ZeRO-3) does not allow. A plain clamp in
+    # the forward pass has no gradient that brings a value beyond the range back.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, low: float, high: float) -> Tensor:
@@ -36,9 +36,9 @@ def _bounded_exp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 class LearnedScale(nn.Module):
-    """A positive factor of logits, learned as its logarithm and kept in [minimum, maximum].
+    """Positive factor of logits in [minimum, maximum], learned as its logarithm.
 
-    The cap of 100 is CLIP's (Radford et al. 2021, section 2.5).
+    The maximum of 100 is CLIP's (Radford et al. 2021, section 2.5).
     """
 
     def __init__(self, start: float, minimum: float = 1.0, maximum: float = 100.0) -> None:
@@ -54,7 +54,7 @@ class LearnedScale(nn.Module):
 
 
 class Temperature(LearnedScale):
-    """Softmax temperature, in [0.01, 1] as CLIP's, learned as its inverse's logarithm."""
+    """Softmax temperature in [minimum, maximum], learned as the logarithm of its inverse."""
 
     def __init__(self, start: float = 0.07, minimum: float = 0.01, maximum: float = 1.0) -> None:
         super().__init__(1 / start, 1 / maximum, 1 / minimum)

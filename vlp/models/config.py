@@ -14,7 +14,7 @@ from vlp.layers.blocks import Pooling, pooled_width
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
 from vlp.positions.anchor import patch_reach, text_reach
 from vlp.positions.anchor_field import Unreachable
-from vlp.positions.options import nearest
+from vlp.positions.options import suggestion
 from vlp.positions.registry import BUILT_IN
 
 Count = Annotated[int, Field(ge=1)]
@@ -179,7 +179,7 @@ class CrossConfig(Config):
             if first["type"] == "extra_forbidden":
                 fields = tuple(AnchorOptions.model_fields)
                 message = "unknown option" + (
-                    nearest(name, fields) or "; there are " + ", ".join(fields)
+                    suggestion(name, fields) or "; there are " + ", ".join(fields)
                 )
             raise ValueError(f"options.anchor{name and f'.{name}'}: {message}") from error
         if self.token_score and anchor.features == "encoder":
@@ -196,7 +196,7 @@ class CrossConfig(Config):
         if not set(self.position) <= set(available):
             available = (*available, *list_positions())
         if unknown := [name for name in self.position if name not in available]:
-            hint = nearest(unknown[0], available) or f"; there are {', '.join(available)}"
+            hint = suggestion(unknown[0], available) or f"; there are {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")
         # A variant that leaves anchors out keeps their options: it inherits them.
         configurable = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}

@@ -21,7 +21,7 @@ from vlp.positions import (
     position_options,
 )
 from vlp.positions.anchor_field import AnchorPaths
-from vlp.positions.base import ByModality, through_call
+from vlp.positions.base import ByModality, call_method
 
 # Initial standard deviation of learned positions, which are added to states of deviation 1.
 APE_STD = 0.5
@@ -102,7 +102,7 @@ class CrossEncoder(nn.Module):
         text_context = PositionContext(text_grid, 1, anchors=anchors, text_queries=True)
         image_context = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
         for encoding in self.positions:
-            text = through_call(encoding, PositionEncoding.tokens, text, text_context)
+            text = call_method(encoding, PositionEncoding.tokens, text, text_context)
         # Without `image_kv`, images are projected per pair: cheaper if no pairs share one.
         image_states = self._with_positions(image) if image_kv is None else None
         for number, layer in enumerate(self.layers):
@@ -110,12 +110,12 @@ class CrossEncoder(nn.Module):
             selection = query_indices if last else None
             # A text of several pairs may need other queries in each: compute all its tokens.
             self_queries = selection if number > 0 or pairs is None else None
-            text = through_call(
+            text = call_method(
                 layer, CrossLayer.self_attend, text, text_mask, text_context, self_queries
             )
             if two_streams and image_states is not None:
                 images = image_states.unflatten(1, per_image).flatten(0, 1)
-                image_states = through_call(
+                image_states = call_method(
                     layer, CrossLayer.self_attend, images, None, image_context
                 ).reshape_as(image_states)
             # The first self-attention runs once per text and per image, before pairing.
@@ -129,14 +129,14 @@ class CrossEncoder(nn.Module):
             if layer_kv is not None and pairs is not None:
                 key, value = (states.index_select(0, pairs.images) for states in layer_kv)
                 layer_kv = key, value
-            terms = through_call(layer, CrossLayer.kernel_terms, text)
+            terms = call_method(layer, CrossLayer.kernel_terms, text)
             text_context = replace(text_context, kernel_terms=terms)
             image_context = replace(image_context, kernel_terms=terms)
-            text_output = through_call(
+            text_output = call_method(
                 layer, CrossLayer.cross_attend, text, image_states, None, text_context, layer_kv
             )
             if two_streams and image_states is not None and (need_image or not last):
-                image_states = through_call(
+                image_states = call_method(
                     layer, CrossLayer.cross_attend, image_states, text, text_mask, image_context
                 )
             text = text_output
@@ -157,7 +157,7 @@ class CrossEncoder(nn.Module):
     def image_key_values(self, image: Tensor) -> ImageKeyValues:
         """Compute each layer's keys and values of images (I, 1 + M, width), of that shape each."""
         image = self._with_positions(image)
-        return tuple(through_call(layer, CrossLayer.project, image) for layer in self.layers)
+        return tuple(call_method(layer, CrossLayer.project, image) for layer in self.layers)
 
     def _with_positions(self, image: Tensor) -> Tensor:
         """Apply the token encodings to images (I, 1 + M, width), or concatenated ones."""
@@ -165,7 +165,7 @@ class CrossEncoder(nn.Module):
         per_image = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
             images = image.unflatten(1, per_image).flatten(0, 1)
-            image = through_call(encoding, PositionEncoding.tokens, images, context).reshape_as(
+            image = call_method(encoding, PositionEncoding.tokens, images, context).reshape_as(
                 image
             )
         return image

@@ -17,7 +17,7 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorPaths, paths_from_similarity, uniform_paths
-from vlp.positions.base import PositionEncoding, hooks_of, through_call
+from vlp.positions.base import PositionEncoding, call_method, hooks_of
 from vlp.precision import at_least_float32
 
 
@@ -50,13 +50,13 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
         context = PositionContext(anchors=paths)
         inputs = [
             table[0]
-            for table in through_call(
+            for table in call_method(
                 encoding, PositionEncoding.inputs, zeros, zeros, zeros, context
             )
         ]
         projections = attention.query, attention.key, attention.value
         outputs = [
-            attention.by_head(functional.linear(table, projection.weight.to(table))[None])[0]
+            attention.split_heads(functional.linear(table, projection.weight.to(table))[None])[0]
             for table, projection in zip(inputs, projections)
         ]
         return PathShift(*inputs, *outputs)
@@ -67,13 +67,13 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
     """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
     attention = layer.attention
     if attention.positions:
-        return through_call(layer, CrossLayer.self_attend, image, None, context)
+        return call_method(layer, CrossLayer.self_attend, image, None, context)
     query, key, value = (
-        attention.by_head(project(image))
+        attention.split_heads(project(image))
         for project in (attention.query, attention.key, attention.value)
     )
     out = functional.scaled_dot_product_attention(query, key, value)
-    return layer.attention_norm(image + attention.joined(out))
+    return layer.attention_norm(image + attention.merge_heads(out))
 
 
 def text_self_attention(
@@ -83,7 +83,7 @@ def text_self_attention(
     if first and not layer.attention.positions:
         attended = layer.attention(text[:, :1], text, mask, context)
         return layer.attention_norm(text[:, :1] + attended)
-    return through_call(layer, CrossLayer.self_attend, text, mask, context)
+    return call_method(layer, CrossLayer.self_attend, text, mask, context)
 
 
 def attend_shared_image(
@@ -104,7 +104,7 @@ def attend_shared_image(
     if not attention.positions:
         query = query.flatten(1, 2)[None]
         out = functional.scaled_dot_product_attention(query, keys[None], values[None])[0]
-        return attention.joined(out.unflatten(1, (rows, queries)).transpose(0, 1))
+        return attention.merge_heads(out.unflatten(1, (rows, queries)).transpose(0, 1))
     query = query * query.shape[-1] ** -0.5
     logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
     if shift is not None and paths is not None:
@@ -118,7 +118,7 @@ def attend_shared_image(
     if shift is not None and paths is not None:
         pooled = torch.stack([part @ paths.image_mean for part in by_head])
         out = out + pooled @ shift.value[:, None]
-    return attention.joined(_with_values(attention, out.transpose(0, 1), attended, context))
+    return attention.merge_heads(_with_values(attention, out.transpose(0, 1), attended, context))
 
 
 def attend_once(
@@ -132,7 +132,7 @@ def attend_once(
     paths = context.anchors
     if shift is not None and paths is not None:
         text = text + paths.text_mean @ shift.query_inputs
-    query = attention.by_head(attention.query(text))[:, :, 0]  # (T, heads, head width)
+    query = attention.split_heads(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
     # The keys' bias adds the same to all logits of a query, which softmax does not see.
     key_queries = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
@@ -150,7 +150,7 @@ def attend_once(
         pooled = (attended[:, :, 0] @ paths.image_mean).transpose(0, 1)
         out = out + pooled @ shift.value
     out = out.transpose(0, 1)[:, :, None]
-    return attention.joined(_with_values(attention, out, attended, context))
+    return attention.merge_heads(_with_values(attention, out, attended, context))
 
 
 def attend_texts(
@@ -169,14 +169,14 @@ def attend_texts(
         values = text + paths.text_mean @ shift.value_inputs
     out = attend(
         query.expand(len(text), -1, -1, -1),
-        attention.by_head(attention.key(keys)),
-        attention.by_head(attention.value(values)),
+        attention.split_heads(attention.key(keys)),
+        attention.split_heads(attention.value(values)),
         attention.positions,
         context,
         mask_bias(mask, query.dtype)[:, None, None, :],
         attention.fused,
     )
-    return attention.joined(out)
+    return attention.merge_heads(out)
 
 
 def _softmax(
@@ -185,7 +185,7 @@ def _softmax(
     """Compute probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
     for encoding in _with_hook(attention, "bias"):
         # Between streams a bias reads paths alone: logits stand in for queries and keys.
-        addition = through_call(encoding, PositionEncoding.bias, logits, logits, context)
+        addition = call_method(encoding, PositionEncoding.bias, logits, logits, context)
         logits = logits if addition is None else logits + addition.to(logits.dtype)
     # Heads first again, as softmax copies tensors that are not contiguous.
     return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
@@ -196,7 +196,7 @@ def _with_values(
 ) -> Tensor:
     """Add the contributions of the hooks `value` to the output (T, heads, Q, head width)."""
     for encoding in _with_hook(attention, "value"):
-        addition = through_call(encoding, PositionEncoding.value, attended, context)
+        addition = call_method(encoding, PositionEncoding.value, attended, context)
         out = out if addition is None else out + addition
     return out
 
@@ -271,8 +271,8 @@ class ITMScorer:
         """Compute the part of T texts that no image changes."""
         states, context = text.states, self._text_context(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
-            states = through_call(encoding, PositionEncoding.tokens, states, context)
-        states = through_call(
+            states = call_method(encoding, PositionEncoding.tokens, states, context)
+        states = call_method(
             self.layers[0], CrossLayer.self_attend, states, text.attention_mask, context
         )
         tokens = text.states if self.model.anchor_options.features == "encoder" else text.tokens
@@ -283,7 +283,7 @@ class ITMScorer:
         """Compute the part of one image, a single row of features, that no text changes."""
         states, context = image.states, self._image_context(None)
         for encoding in self.model.cross_encoder.positions:
-            states = through_call(encoding, PositionEncoding.tokens, states, context)
+            states = call_method(encoding, PositionEncoding.tokens, states, context)
         if self.two_streams:
             states = image_self_attention(self.layers[0], states, context)
         tokens = (
@@ -295,9 +295,9 @@ class ITMScorer:
         return PreparedImage(
             states,
             tokens[0],
-            keys=[attention.by_head(attention.key(states))[0] for attention in attentions],
-            values=[attention.by_head(attention.value(states))[0] for attention in attentions],
-            query=first.by_head(first.query(states)) if first and self.two_streams else None,
+            keys=[attention.split_heads(attention.key(states))[0] for attention in attentions],
+            values=[attention.split_heads(attention.value(states))[0] for attention in attentions],
+            query=first.split_heads(first.query(states)) if first and self.two_streams else None,
         )
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""ViTARC's 2D-RPE: a fixed penalty per patch of Manhattan distance, one slope to either side."""
+"""ViTARC's 2D-RPE: a bias of minus slope times Manhattan distance, with two slopes per head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, cached_constant
-from vlp.positions.coordinates import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens, require_patches
 from vlp.positions.options import require_choice
 
 Ratio = Literal["paper", "code"]
@@ -25,8 +25,8 @@ def slopes(
 ) -> Tensor:
     """Return slopes r_left, r_right (2, heads) (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
 
-    Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right), of ratio 2^(-8/heads) as
-    printed, or 1/2 with `code`. Both agree for eight heads, the authors' number.
+    Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right), with ratio 2^(-8/heads)
+    ("paper") or 1/2 ("code"), which agree for eight heads, the authors' number.
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
@@ -34,7 +34,7 @@ def slopes(
     if ratio == "paper":
         exponents = [8 * head / heads for head in range(heads)]
     else:
-        # Heads beyond a power of two take every second slope again, as in the authors' code.
+        # Heads beyond a power of two repeat every second slope, as in the authors' code.
         power = 2 ** (heads.bit_length() - 1)
         exponents = [*range(power), *range(0, 2 * (heads - power), 2)]
     per_head = torch.tensor(exponents, dtype=torch.float64, device="cpu")
@@ -54,21 +54,19 @@ def bias(
 ) -> Tensor:
     """Return minus slope times Manhattan distance for all pairs of patches (ViTARC Eqs 11, 12).
 
-    The diagonal is 0 (papers.md#vitarc-v5). The bias is added after 1/sqrt(head width)
-    (papers.md#vitarc-v6).
+    The diagonal is 0 (papers.md#vitarc-v5). The bias is for scaled logits (papers.md#vitarc-v6).
 
     Args:
         ratio: see `slopes`.
-        variant: "two-slope", Eq. 12, or "four-diagonal", where keys to the right in another row
-            than the query's are 2^0.25 times as far, so that each of the four diagonals has its own
-            slope (papers.md#vitarc-v4; the authors' training script has this one).
+        variant: "two-slope", Eq. 12, or "four-diagonal", as in the authors' training script
+            (papers.md#vitarc-v4): keys to the right in other rows than the query's count as 2^0.25
+            times as far, so that the four diagonal directions have different slopes.
         dtype: of the result, which is computed in float64.
 
     Returns:
-        (heads, height * width, height * width), queries then keys, not positive.
+        (heads, height * width, height * width), query by key, not positive.
     """
-    if height < 1 or width < 1:
-        raise ValueError(f"a grid of {height} x {width} has no patches")
+    require_patches("alibi-2d", (height, width))
     require_choice("alibi-2d variant", variant, get_args(Variant))
     left, right = slopes(heads, ratio)[..., None, None]
     index = torch.arange(height * width, device=left.device)
@@ -78,8 +76,8 @@ def bias(
     penalty = -(row_offset.abs() + column_offset.abs()).double()
     if variant == "four-diagonal":
         penalty = torch.where((column_offset > 0) & (row_offset != 0), penalty * 2**0.25, penalty)
-    # Left is what does not come after the query in raster order: a key below and to the left
-    # takes the right slope (papers.md#vitarc-v3).
+    # "Left" means not after the query in raster order: a key below and to the left has the right
+    # slope (papers.md#vitarc-v3).
     slope = torch.where(index[None, :] <= index[:, None], left, right)
     return (slope * penalty).to(device=device, dtype=dtype)
 
@@ -87,8 +85,8 @@ def bias(
 class DirectionalDistance(PositionEncoding):
     """`alibi-2d`: the 2D-RPE of ViTARC (Eq. 12), a bias without parameters.
 
-    Any grid works, square or not, also one larger than any seen in training. Pairs with prefix
-    tokens have bias 0 (papers.md#vitarc-v7). Attached to trained weights it changes the layer.
+    Any grid works, also a larger one than in training. Pairs with prefix tokens have bias 0
+    (papers.md#vitarc-v7). Attached to a trained model it changes the model's function.
 
     Args:
         heads: attention heads.
@@ -108,18 +106,19 @@ class DirectionalDistance(PositionEncoding):
     ) -> None:
         super().__init__()
         self.grid = None if grid is None else (grid[0], grid[1])
-        bias(*(self.grid or (1, 1)), heads, ratio, variant)  # refuses impossible options
+        # Raises for impossible options.
+        bias(*(self.grid or (1, 1)), heads, ratio, variant)
         self.heads, self.ratio, self.variant = heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the penalty of every pair, (1, heads, T, T); a cached tensor, read only."""
+        """Return the bias of every pair, (1, heads, T, T); a cached tensor, read only."""
         queries, keys = query.shape[-2], key.shape[-2]
         grid = require_grid_tokens("alibi-2d", context, self.grid, queries, keys)
         options = context.prefix_tokens, self.heads, self.ratio, self.variant
         return _cached_bias(grid, *options, query.dtype, query.device)
 
 
-# The cache is small: a large grid takes hundreds of megabytes.
+# The cache is small, as the bias of a large grid takes hundreds of megabytes.
 @cached_constant(maxsize=8)
 def _cached_bias(
     grid: tuple[int, int],

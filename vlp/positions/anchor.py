@@ -1,8 +1,8 @@
 """ACE-RPE as pure functions: similarity, anchors, distance, path (paper section 3.2, Eqs 3-8).
 
 Shapes: M = rows * columns image patches without [CLS], N text tokens, G groups, "..." any leading
-batch axes. Half precision is computed in float32 and comes back as it went in, float64 stays. No
-function detaches a gradient (papers.md#ace-a27).
+batch axes. Results have the input's dtype; half precision is computed in float32. No function
+detaches a gradient (papers.md#ace-a27).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from torch.nn import functional
 
 from vlp.compilation import on_gpu
 from vlp.positions.kernel_operator import KernelOperator
+from vlp.positions.options import require_choice
 from vlp.precision import at_least_float32
 
 
 def distance_along_axis(x: Tensor, dim: int) -> Tensor:
-    """Return the minimum over i of x[i] + |m - i| along one axis, same shape."""
+    """Return y[m] = min over i of x[i] + |m - i| along one axis (distance transform)."""
     slices = list(x.unbind(dim))
     for index, previous in _sweep(len(slices)):
         slices[index] = torch.minimum(slices[index], slices[previous] + 1)
@@ -33,12 +34,12 @@ def distance_along_axis(x: Tensor, dim: int) -> Tensor:
 
 
 def manhattan_distance(x: Tensor) -> Tensor:
-    """Return minima over a grid under Manhattan distance: (..., rows, columns, N), same shape."""
+    """Return y[m] = min over patches i of x[i] + |m - i|, Manhattan: (..., rows, columns, N)."""
     return distance_along_axis(distance_along_axis(x, -3), -2)
 
 
 def chebyshev_distance(x: Tensor) -> Tensor:
-    """Return minima over a grid under Chebyshev distance: (..., rows, columns, N), same shape."""
+    """Return y[m] = min over patches i of x[i] + |m - i|, Chebyshev: (..., rows, columns, N)."""
     rows = list(x.unbind(-3))
     for row, previous in _sweep(len(rows)):
         rows[row] = torch.minimum(rows[row], _with_neighbours(rows[previous]) + 1)
@@ -46,7 +47,7 @@ def chebyshev_distance(x: Tensor) -> Tensor:
 
 
 def _sweep(length: int) -> list[tuple[int, int]]:
-    # Pairs (index, previous) of a walk to the end of an axis and back.
+    # Pairs (index, previous) of a pass to the end of an axis and back.
     forward = [(index, index - 1) for index in range(1, length)]
     return forward + [(previous, index) for index, previous in reversed(forward)]
 
@@ -63,14 +64,14 @@ Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
 
 def text_reach(window: int | None) -> int | None:
-    """Return the tokens to either side of a window of B_t tokens; None is unbounded."""
+    """Return how many tokens a window of B_t tokens extends to either side; None: unbounded."""
     if window is not None and (window < 1 or window % 2 == 0):
         raise ValueError(f"text_window must be an odd number of tokens, not {window}")
     return None if window is None else window // 2
 
 
 def patch_reach(window: int | None) -> int | None:
-    """Return patches to either side of a square window of B_p patches; None is unbounded."""
+    """Return how many patches a square window of B_p extends to each side; None: unbounded."""
     if window is None:
         return None
     side = math.isqrt(window) if window > 0 else 0
@@ -80,13 +81,16 @@ def patch_reach(window: int | None) -> int | None:
 
 
 _BLOCK = 256
-# The patches of a window are unrolled; with more of them compiling takes too long.
-_FARTHEST_PATCH = 4
+# The kernel unrolls the loop over a window's patches: larger windows take too long to compile.
+_MAX_PATCH_REACH = 4
 
 
-def fits(text_reach: int, patch_reach: int) -> bool:
-    """Return whether the kernel takes a window: up to 9 x 9 patches, and fewer than 2^15 steps."""
-    return patch_reach <= _FARTHEST_PATCH and _steps(text_reach, patch_reach) < 2**15
+def kernel_supports(text_reach: int | None, patch_reach: int | None) -> bool:
+    """Return whether the kernel supports a window: at most 9 x 9 patches and 2^15 - 1 entries."""
+    if text_reach is None or patch_reach is None:
+        return False
+    # The kernel numbers the entries of a window in int16.
+    return patch_reach <= _MAX_PATCH_REACH and _steps(text_reach, patch_reach) < 2**15
 
 
 def windowed_path(
@@ -97,20 +101,10 @@ def windowed_path(
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the shortest path within windows (Eq. 7, papers.md#ace-a10 to #ace-a15).
+    """Run the kernel of `anchor_path`, differentiable once.
 
-    Differentiable once.
-
-    Args:
-        distance: (B, M, N, G) with any strides, from `anchor_distance`.
-        grid: (rows, columns) of the patches, M = rows * columns.
-        words: (B, N) bool, True = a real word.
-        text_reach: tokens to either side.
-        patch_reach: patches to either side, along rows and columns.
-        metric: distance between patches, in patches.
-
-    Returns:
-        The path (B, M, N, G), 0 where nothing is reachable, and the boolean `reachable`.
+    `distance` is (B, M, N, G) with any strides, `words` (B, N) bool; both reaches count to either
+    side.
     """
     save_winner = distance.requires_grad and torch.is_grad_enabled()
     window = [*grid, text_reach, patch_reach]
@@ -121,17 +115,18 @@ def windowed_path(
 @functools.cache
 def kernels() -> ModuleType:
     """Import the module of Triton kernels."""
-    # Here, because a CPU never needs Triton, which takes long to import.
+    # Not at the top, as Triton takes long to import and a CPU never needs it.
     return importlib.import_module("vlp.positions.anchor_kernels")
 
 
 def _launch(
     distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    path, reachable, winner = _results(distance, words, window, metric, save_winner)
+    path, reachable, winner = _empty_results(distance, words, window, metric, save_winner)
     reachable_bytes = reachable.view(torch.uint8)
     if path.numel():
         with torch.cuda.device(path.get_device()):
+            # `reachable_bytes` stands in for tensors that the kernel does not use.
             kernels().path_forward_kernel[_programs(path)](
                 distance,
                 reachable_bytes if words is None else words.contiguous().view(torch.uint8),
@@ -140,20 +135,21 @@ def _launch(
                 winner if save_winner else reachable_bytes,
                 *distance.stride(),
                 *path.stride(),
-                **_options(path, window, metric),
+                **_kernel_options(path, window, metric),
                 MASKED=words is not None,
                 SAVE_WINNER=save_winner,
             )
     return path, reachable, winner
 
 
-def _results(
+def _empty_results(
     distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # In the strides of `distance`, so that all tensors are read in one order of memory.
+    """Allocate path, `reachable`, and the window entry from which each path comes (`winner`)."""
+    # With the strides of `distance`, so that the kernel reads and writes in one memory order.
     path = torch.empty_like(distance)
     reachable = torch.empty_like(path, dtype=torch.bool)
-    # The winning step of a default window fits into one byte.
+    # The entries of a default window (45) can be numbered in one byte.
     dtype = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
     return path, reachable, torch.empty_like(path if save_winner else path[:0], dtype=dtype)
 
@@ -168,12 +164,12 @@ def _launch_backward(path_grad: Tensor, winner: Tensor, window: list[int], metri
                 gradient,
                 *path_grad.stride(),
                 *gradient.stride(),
-                **_options(gradient, window, metric),
+                **_kernel_options(gradient, window, metric),
             )
     return gradient
 
 
-def _gradient(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+def _empty_gradient(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
     return torch.empty_like(winner, dtype=path_grad.dtype)
 
 
@@ -189,11 +185,11 @@ def _differentiate(ctx: Any, path_grad: Tensor, *_: Any) -> tuple[Tensor | None,
     return gradient, None, None, None, None
 
 
-_path = KernelOperator("windowed_path", _launch, _results, _setup_context, _differentiate)
-_path_backward = KernelOperator("windowed_path_backward", _launch_backward, _gradient)
+_path = KernelOperator("windowed_path", _launch, _empty_results, _setup_context, _differentiate)
+_path_backward = KernelOperator("windowed_path_backward", _launch_backward, _empty_gradient)
 
 
-def _options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:
+def _kernel_options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:
     rows, columns, text_reach, patch_reach = window
     language = importlib.import_module("triton.language")
     return {
@@ -212,29 +208,31 @@ def _options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:
 
 
 def _steps(text_reach: int, patch_reach: int) -> int:
+    """Return the number of (token, patch) entries of a window."""
     return (2 * text_reach + 1) * (2 * patch_reach + 1) ** 2
 
 
 def _programs(x: Tensor) -> tuple[int]:
+    """Return Triton's launch grid: blocks of one pair's entries, times pairs."""
     return (len(x) * -(-x[0].numel() // _BLOCK),)
 
 
-# Entries of one intermediate result that a core handles best: 1 MiB of float32.
+# Entries of an intermediate result that stay in a core's cache: 1 MiB of float32.
 _CACHED_ENTRIES = 1 << 18
-# Looked up here: a compiled step cannot trace the search (PyTorch 2.11).
+# At import, as `torch.compile` cannot trace the search (PyTorch 2.11).
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
-    """Compute cosines S_G of every patch with every token by group (Eq. 3, papers.md#ace-a6).
+    """Compute the cosine S_G of every patch and token in each group (Eq. 3, papers.md#ace-a6).
 
     Args:
         image: (..., M, D) patch features.
         text: (..., N, D) token features.
-        groups: G, contiguous blocks of channels.
+        groups: G, the number of contiguous blocks of channels.
 
     Returns:
-        (..., M, N, G) in the type of `image`, entries in [-1, 1], 0 for a block of zeros.
+        (..., M, N, G) in the dtype of `image`, in [-1, 1]; 0 where a block of features is zero.
     """
     width = image.shape[-1]
     if text.shape[-1] != width:
@@ -242,7 +240,7 @@ def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
     if width % groups:
         raise ValueError(f"{groups} groups do not divide {width} channels")
     dtype = image.dtype
-    # Autocast must not lower float32 inputs: bfloat16 is too coarse for a threshold.
+    # Autocast would compute in bfloat16, which is too coarse for a threshold.
     with torch.autocast(image.device.type, enabled=False):
         patches = _unit(at_least_float32(image).unflatten(-1, (groups, -1))).transpose(-3, -2)
         tokens = _unit(at_least_float32(text).unflatten(-1, (groups, -1))).transpose(-3, -2)
@@ -255,20 +253,20 @@ def anchor_distance(
 ) -> Tensor:
     """Compute D_G = 1 / S_hat of patches and tokens (Eqs 4-6, papers.md#ace-a8 and #ace-a9).
 
-    An anchor is an entry with S >= delta; there S_hat = S in both forms. The hard form, the limit
-    of Eq. 4 for tau -> infinity, puts every other entry at +inf. The soft form is Eq. 4 as printed,
-    D = exp(tau (delta - S)) / delta. Both agree on every path that ends at an anchor unless some S
-    lies within 1.6e-5 below delta.
+    An anchor is an entry with S >= delta; its distance is 1 / S. The hard form, the limit of Eq. 4
+    for tau -> infinity, sets all other entries to +inf. The soft form, Eq. 4 as printed, sets them
+    to exp(tau (delta - S)) / delta. Both give equal paths to anchors unless some S lies within
+    1.6e-5 below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
-        threshold: delta, positive; a number or a 0-d tensor, not checked (a GPU would wait).
-        hard: False is Eq. 4 with a finite tau; every entry is then finite, so `anchor_path` reaches
-            all real words.
+        threshold: delta, positive; a number or a 0-d tensor, which is not checked, as that would
+            synchronise a GPU.
+        hard: False selects the soft form, in which `anchor_path` reaches every patch and word.
         tau: steepness of the soft form, positive; the hard form ignores it.
 
     Returns:
-        (..., M, N, G): 1/S in [1, 1/delta] where S >= delta, elsewhere +inf or a larger number.
+        (..., M, N, G): at anchors in [1, 1/delta], elsewhere larger or +inf.
     """
     if not isinstance(threshold, Tensor) and not threshold > 0:
         raise ValueError(f"the anchor threshold must be positive, not {threshold}")
@@ -277,15 +275,15 @@ def anchor_distance(
     dtype = similarity.dtype
     similarity = at_least_float32(similarity)
     anchor = similarity >= threshold
-    # Entries below delta are raised to it: where() alone would let 1/0 into the gradient.
-    raised = similarity.clamp(min=threshold)
-    if hard and _may_overwrite(raised):
-        return raised.reciprocal_().masked_fill_(~anchor, math.inf).to(dtype)
-    distance = raised.reciprocal()
+    # Clamped, as 1/0 under a `where` would make the gradient NaN.
+    clamped = similarity.clamp(min=threshold)
+    if hard and _may_overwrite(clamped):
+        return clamped.reciprocal_().masked_fill_(~anchor, math.inf).to(dtype)
+    distance = clamped.reciprocal()
     if hard:
         return distance.masked_fill(~anchor, math.inf).to(dtype)
-    # Without S_hat, which is 0 in float32 from 0.0102 below the threshold. The exponent stops at
-    # half of the type's range, with gradient 0, so that sums over paths remain finite.
+    # Not by way of S_hat, which underflows in float32 from 0.0102 below the threshold. The exponent
+    # is clamped, so that sums of distances stay finite.
     largest = math.log(torch.finfo(dtype).max) / 2
     exponent = (tau * (threshold - similarity)).clamp(0.0, largest)
     return torch.where(anchor, distance, exponent.exp() / threshold).to(dtype)
@@ -302,22 +300,22 @@ def anchor_path(
 ) -> tuple[Tensor, Tensor]:
     """Compute the shortest path P_ace of Eq. 7 (papers.md#ace-a10 to #ace-a16).
 
-    Where several sources are equally near, PyTorch shares the gradient among them and the kernel,
-    which runs bounded windows on a GPU with Triton, gives it to one.
+    Bounded windows run in a Triton kernel on a GPU. Where several anchors are equally near, PyTorch
+    divides the gradient among them and the kernel gives it to one.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
         grid: (rows, columns) of the patches, M = rows * columns, in raster order.
-        text_mask: (..., N) or (B, N) bool, True = a real word; other tokens are neither sources nor
-            targets.
+        text_mask: (..., N) or (B, N) bool, True = a real word; other tokens are no anchors and have
+            no path.
         text_window: B_t, an odd number of tokens; None is unbounded.
         patch_window: B_p, an odd square of patches (9 = 3 x 3); None is unbounded.
         metric: distance between patches, in patches.
-        kernel: False keeps to PyTorch on a GPU too.
+        kernel: False uses PyTorch on a GPU, too.
 
     Returns:
-        The path (..., M, N, G), in patches and tokens as they come (papers.md#ace-a16), 0 where
-        nothing is reachable, and the boolean `reachable`.
+        The path (..., M, N, G), which adds patches and tokens without weights (papers.md#ace-a16),
+        0 where no anchor is in the windows; and `reachable`, bool, False there.
     """
     rows, columns = grid
     if rows * columns != distance.shape[-3]:
@@ -325,18 +323,18 @@ def anchor_path(
             f"a grid of {rows} x {columns} has {rows * columns} patches, "
             f"the distances have {distance.shape[-3]}"
         )
-    if metric not in ("euclidean", "manhattan", "chebyshev"):
-        raise ValueError(f"unknown patch metric {metric!r}; one of euclidean, manhattan, chebyshev")
+    require_choice("patch metric", metric, get_args(Metric))
     text_side, patch_side = text_reach(text_window), patch_reach(patch_window)
     shape, dtype = distance.shape, distance.dtype
     words = None if text_mask is None else _expand_mask(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
     kernel = kernel and on_gpu(distance) and has_triton()
-    if kernel and text_side is not None and patch_side is not None and fits(text_side, patch_side):
+    kernel = kernel and kernel_supports(text_side, patch_side)
+    if kernel and text_side is not None and patch_side is not None:
         path, reachable = windowed_path(distance, grid, words, text_side, patch_side, metric)
         return path.view(shape), reachable.view(shape)
 
-    # Groups first: tokens then lie side by side in memory, as `group_similarity` leaves them.
+    # (B, G, rows, columns, N): tokens are contiguous in memory, as `group_similarity` leaves them.
     plane = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
     if _may_overwrite(plane):
         # A chunk of pairs at a time, so that intermediate results stay in a CPU's cache.
@@ -345,14 +343,14 @@ def anchor_path(
         for start in range(0, len(plane), chunk_size):
             chunk = slice(start, start + chunk_size)
             barrier = None if words is None else _barrier(words[chunk], plane.dtype)
-            nearest = _nearest_anchor(plane[chunk], barrier, text_side, patch_side, metric)
-            torch.lt(nearest, math.inf, out=reachable[chunk])
+            shortest = _shortest_path(plane[chunk], barrier, text_side, patch_side, metric)
+            torch.lt(shortest, math.inf, out=reachable[chunk])
             # NaN of a diverged run counts as unreachable, as in the kernel.
-            torch.nan_to_num(nearest, nan=0.0, posinf=0.0, out=path[chunk])
+            torch.nan_to_num(shortest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
         barrier = None if words is None else _barrier(words, plane.dtype)
-        nearest = _nearest_anchor(plane, barrier, text_side, patch_side, metric)
-        path, reachable = torch.nan_to_num(nearest, nan=0.0, posinf=0.0), nearest < math.inf
+        shortest = _shortest_path(plane, barrier, text_side, patch_side, metric)
+        path, reachable = torch.nan_to_num(shortest, nan=0.0, posinf=0.0), shortest < math.inf
     path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
     return path.to(dtype), reachable
 
@@ -365,14 +363,13 @@ def longest_path(
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
 ) -> float | Tensor:
-    """Return the longest path of Eq. 7, in patches and tokens (papers.md#ace-a15).
+    """Return the largest value that a path of Eq. 7 can have (papers.md#ace-a15).
 
     Args:
         threshold: delta of Eq. 4, positive; a number or a 0-d tensor.
         grid: (rows, columns) of the patches.
-        tokens: N of the text.
-        text_window: B_t; None is all tokens.
-        patch_window: B_p; None is all patches.
+        tokens: N, the number of text tokens.
+        text_window, patch_window, metric: see `anchor_path`.
     """
     text, patches = text_reach(text_window), patch_reach(patch_window)
     down, right = (side - 1 if patches is None else patches for side in grid)
@@ -381,16 +378,13 @@ def longest_path(
 
 
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
-    """Return the position embedding E_ace = P W (Eq. 8), a reference that the model never builds.
+    """Return the position embedding E_ace = P W (Eq. 8), (..., M, N, D), in the dtype of `path`.
 
-    Without a reachable group P, and with it E, is 0 (papers.md#ace-a15).
+    A reference that the model never builds. E is 0 where no group has a path (papers.md#ace-a15).
 
     Args:
         path: (..., M, N, G), from `anchor_path`.
         table: W, (G, D).
-
-    Returns:
-        (..., M, N, D), in the type of `path`.
     """
     with torch.autocast(path.device.type, enabled=False):
         embedding = at_least_float32(path) @ at_least_float32(table)
@@ -398,31 +392,28 @@ def embed_path(path: Tensor, table: Tensor) -> Tensor:
 
 
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
-    """Average each patch's path over the words of its text, for Eq. 10 (papers.md#ace-a20).
+    """Average paths over the words of a text, for Eq. 10 (papers.md#ace-a20): (B, M, G).
 
-    Unreachable pairs count as 0; [CLS], [SEP] and padding are not in the divisor.
+    Unreachable words count as 0; [CLS], [SEP] and padding do not count. A text without words has 0.
 
     Args:
         path: (B, M, N, G), 0 where not reachable.
         word_mask: (B, N) bool, True = a real word.
-
-    Returns:
-        (B, M, G); zero for a text without words.
     """
-    words = word_mask.sum(-1).clamp(min=1).to(path.dtype)
-    return path.sum(-2) / words[:, None, None]
+    word_count = word_mask.sum(-1).clamp(min=1).to(path.dtype)
+    return path.sum(-2) / word_count[:, None, None]
 
 
 def mean_over_patches(path: Tensor) -> Tensor:
-    """Average paths (..., M, N, G) over all patches, for Eq. 10 (papers.md#ace-a20): (..., N, G).
+    """Average paths (..., M, N, G) over all M patches, for Eq. 10 (papers.md#ace-a20): (..., N, G).
 
-    Unreachable pairs count as 0 and stay in the divisor, which is M.
+    Unreachable patches count as 0.
     """
     return path.mean(-3)
 
 
 def _unit(x: Tensor) -> Tensor:
-    # Zero vectors stay zero with a finite gradient, which x / |x| lacks.
+    # Not x / |x|: zero vectors stay zero, with a finite gradient.
     square = x.square().sum(-1, keepdim=True)
     return x / torch.where(square > 0, square, 1.0).sqrt()
 
@@ -436,15 +427,16 @@ def _patch_distance(down: int, right: int, metric: Metric) -> float:
 
 
 def _expand_mask(mask: Tensor, distance: Tensor) -> Tensor:
-    """Expand a mask (..., N) or (B, N) for distances (..., M, N, G) to rows (pairs, N)."""
-    lead, tokens = distance.shape[:-3], distance.shape[-2]
-    for _ in range(len(lead) + 1 - mask.ndim):
+    """Expand a mask (..., N) or (B, N) for distances (..., M, N, G) to (pairs, N)."""
+    batch_shape, tokens = distance.shape[:-3], distance.shape[-2]
+    for _ in range(len(batch_shape) + 1 - mask.ndim):
         mask = mask.unsqueeze(-2)
-    return mask.expand(*lead, tokens).reshape(math.prod(lead), tokens)
+    return mask.expand(*batch_shape, tokens).reshape(math.prod(batch_shape), tokens)
 
 
 def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
-    # 0 at words and +inf elsewhere, (B, 1, 1, 1, N): to be added, cheaper than masking.
+    """Return 0 at words and +inf elsewhere, (B, 1, 1, 1, N)."""
+    # To be added to distances, which is cheaper than `masked_fill`.
     barrier = torch.zeros(words.shape, dtype=dtype, device=words.device)
     return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
 
@@ -455,79 +447,81 @@ def has_triton() -> bool:
 
 
 def _may_overwrite(x: Tensor) -> bool:
-    # Results that are differentiated or traced may not be overwritten.
+    # Autograd and the compiler need intermediate results unchanged.
     return not (x.requires_grad or torch.compiler.is_compiling())
 
 
 def _pairs_in_cache(plane: Tensor) -> int:
+    """Return how many pairs of (B, G, rows, columns, N) a CPU's caches hold; all on a GPU."""
     if plane.device.type != "cpu":
         return max(1, len(plane))
     entries = max(1, plane[:1].numel())
     return max(1, _CACHED_ENTRIES * torch.get_num_threads() // entries)
 
 
-def _nearest_anchor(
+def _shortest_path(
     plane: Tensor,
     barrier: Tensor | None,
     text_reach: int | None,
     patch_reach: int | None,
     metric: Metric,
 ) -> Tensor:
-    """Compute Eq. 7 over (B, G, rows, columns, N): +inf where nothing is reachable."""
-    # The minimum over anchor patch and anchor token splits into two one-sided minima, over
-    # tokens and then over patches. Unbounded ones take time linear in M and N, except for
-    # Euclidean distance.
+    """Compute Eq. 7 over (B, G, rows, columns, N): +inf where no anchor is reachable."""
+    # The minimum over anchors splits into minima over tokens and then over patches. Unbounded
+    # windows take time linear in M and N, except under the Euclidean metric.
     plane = plane if barrier is None else plane + barrier
     if text_reach is None:
         plane = distance_along_axis(plane, -1)
     else:
-        plane = _nearest(plane, _over_tokens(plane, text_reach))
-    # Padding is no target either.
+        plane = _relax(plane, _token_steps(plane, text_reach))
+    # Tokens that are no words have no path, but the minimum over tokens gave them one.
     plane = plane if barrier is None else plane + barrier
     if patch_reach is None and metric == "manhattan":
         return manhattan_distance(plane)
     if patch_reach is None and metric == "chebyshev":
         return chebyshev_distance(plane)
     reach = max(plane.shape[-3:-1]) if patch_reach is None else patch_reach
-    return _nearest(plane, _over_patches(plane, reach, metric))
+    return _relax(plane, _patch_steps(plane, reach, metric))
 
 
-def _over_tokens(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
-    """Yield the values on both sides at each distance, over (..., N)."""
+def _token_steps(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
+    """Yield for each step along N the minimum of both neighbours (..., N), and the step."""
     for step in range(1, min(reach, plane.shape[-1] - 1) + 1):
-        yield _either_side(plane, -1, step), step
+        yield _neighbour_minimum(plane, -1, step), step
 
 
-def _over_patches(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
-    """Yield the values in all four quarters at each distance, over (..., rows, columns, N)."""
-    # Columns share the better of two rows: a window of side 2 r + 1 takes (r + 1)^2 - 1 steps.
+def _patch_steps(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
+    """Yield for each step on the grid the minimum of four neighbours, and the step's length."""
+    # The neighbours above and below are reduced first: a window of side 2 r + 1 takes only
+    # (r + 1)^2 - 1 steps.
     rows, columns = plane.shape[-3:-1]
     for down in range(min(reach, rows - 1) + 1):
-        line = _either_side(plane, -3, down) if down else plane
+        line = _neighbour_minimum(plane, -3, down) if down else plane
         for right in range(1, min(reach, columns - 1) + 1):
-            yield _either_side(line, -2, right), _patch_distance(down, right, metric)
+            yield _neighbour_minimum(line, -2, right), _patch_distance(down, right, metric)
         if down:
-            # Last, as the receiver may overwrite `line`.
+            # Last, as `_relax` may overwrite `line`.
             yield line, _patch_distance(down, 0, metric)
 
 
-def _nearest(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
-    nearest = plane
+def _relax(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Return the minimum of `plane` and of every step's values plus its length."""
+    shortest = plane
     for values, length in steps:
         if _may_overwrite(values):
-            nearest = torch.minimum(nearest, values.add_(length), out=values)
+            shortest = torch.minimum(shortest, values.add_(length), out=values)
         else:
-            nearest = torch.minimum(nearest, values + length)
-    return nearest
+            shortest = torch.minimum(shortest, values + length)
+    return shortest
 
 
-def _either_side(x: Tensor, dim: int, step: int) -> Tensor:
+def _neighbour_minimum(x: Tensor, dim: int, step: int) -> Tensor:
     """Return min(x[k - step], x[k + step]) along one axis, +inf beyond it; always a new tensor."""
     size = x.shape[dim]
     if not _may_overwrite(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
         return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
-    # Positions with two neighbours, and those with one at either end.
+    # Number of positions with two neighbours, and of those with one neighbour at either end.
     inner, outer = max(0, size - 2 * step), min(step, size - step)
     sides = torch.empty_like(x)
     sides.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))

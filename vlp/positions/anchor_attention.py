@@ -1,10 +1,10 @@
-"""Cross-attention with ACE-RPE in one kernel forward and one backward (Eqs 8-12), on a GPU.
+"""Cross-attention with ACE-RPE on a GPU, in one kernel forward and one backward (Eqs 8-12).
 
-Everything is linear in the paths: with S = W_role W^T the projections of x + mean(P) W_role are the
-projections of x plus mean(P) S. So one pass over the keys adds G channels a token to queries, keys
-and values, sums a_ij P_ij by group next to a_ij V_j, and embeds the sums once (contextual mode); in
-bias mode it adds P slopes to the logits. The operators are opaque to `torch.compile`, drop no
-weights, and are differentiable once.
+ACE-RPE is linear in the paths P. Contextual mode: with T = W U^T, for a role's table W and its
+projection's weight U, the projection of x + mean(P) W is that of x plus mean(P) T. The kernel adds
+these terms to queries, keys and values, sums a_ij P_ij over the keys along with a_ij V_j, and
+multiplies the sum by the value table once. Bias mode: the kernel adds P times `slopes` to the
+logits. There is no dropout, and no second derivative.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from torch import Tensor
 from vlp.positions.anchor import kernels
 from vlp.positions.kernel_operator import KernelOperator
 
-# Most queries and keys of a block.
+# Maximum number of queries and of keys in a block.
 BLOCK = 32
-# Keys side by side in memory of which loads are wide.
+# Rows of keys that start at multiples of this many elements allow vectorised loads.
 _ALIGNED = 16
 
 
 def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
-    """Return tokens of a block and compiler options, chosen so that numbers stay in registers."""
+    """Return the block sizes and Triton's launch options, chosen so that registers suffice."""
     largest = {"BLOCK_Q": BLOCK if groups <= 8 else BLOCK // 2, "BLOCK_K": BLOCK}
     options = {
         name: min(largest[name], max(16, power_of_two(tokens)))
         for name, tokens in (("BLOCK_Q", queries), ("BLOCK_K", keys))
     }
-    # In blocks of 32 by 32 tokens eight warps hold the same numbers twice, and half as many
-    # programs run at a time; wider heads need them for their registers. Blocks that load ahead
-    # would leave room for fewer programs, too.
+    # Eight warps would duplicate blocks of 32 x 32 tokens and halve occupancy; backward, wider
+    # heads need their registers. More pipeline stages would lower occupancy, too.
     options |= {"num_warps": 4 if forward or channels <= 64 else 8, "num_stages": 1}
-    # With fewer registers three forward programs run at a time, not two, with little spilling.
+    # At 168 registers three forward programs fit on a multiprocessor, not two, with few spills.
     return options | ({"maxnreg": 168} if forward and channels <= 64 else {})
 
 
 def readable_keys(path: Tensor) -> int:
-    """Return the keys that loads of paths (B, Q, K, G) may read: `aligned_length` or K."""
-    # The kernels ignore paths beyond K, but must not read beyond the storage.
+    """Return how many keys of a row of paths (B, Q, K, G) may be read: `aligned_length` or K."""
+    # Kernels discard what lies beyond K, but must not read beyond the storage.
     keys, start = path.shape[2], path.storage_offset()
     alignments = (path.stride(0), path.stride(1), path.stride(3), start)
     aligned = aligned_length(keys)
@@ -53,7 +52,7 @@ def readable_keys(path: Tensor) -> int:
 
 
 def aligned_length(keys: int) -> int:
-    """Return the length of a row of keys that lets loads of the next row be wide."""
+    """Return the length of a row of keys, padded so that the next row allows vectorised loads."""
     return -(-keys // _ALIGNED) * _ALIGNED
 
 
@@ -77,16 +76,14 @@ def contextual_terms(
 ) -> Tensor:
     """Return the terms of `anchor_attention` in contextual mode: (4, G, width), float32.
 
-    A mean path of 1 in a group adds them to the projections of query, key and value; the last is W
-    of the value.
+    The first three are the projected tables of query, key and value; the last is the value table.
 
     Args:
-        query: W of the role, (G, width); `key` and `value` alike.
-        query_weight: of the role's projection, (width, width), as in `nn.Linear`; the others alike.
-        pooled: False adds nothing to the values' projection (papers.md#ace-a22).
+        query, key, value: tables, (G, width).
+        query_weight, key_weight, value_weight: of the projections, (width, width).
+        pooled: False sets the value's projected table to 0 (papers.md#ace-a22).
     """
-    tables, weights = (query, key, value), (query_weight, key_weight, value_weight)
-    terms: Tensor = _terms(*tables, *weights, pooled)
+    terms: Tensor = _terms(query, key, value, query_weight, key_weight, value_weight, pooled)
     return terms
 
 
@@ -101,20 +98,17 @@ def anchor_attention(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return softmax(scale q k^T + bias) v with the terms of ACE-RPE.
+    """Compute cross-attention with ACE-RPE, (B, Q, width), in one kernel.
 
     Args:
-        query: (B, Q, width), projected, heads side by side.
-        key: (B, K, width).
-        value: (B, K, width).
+        query: (B, Q, width), projected.
+        key, value: (B, K, width), projected.
         path: (B, Q, K, G), of any strides.
         terms: `contextual_terms`, or slopes of the paths (G, heads) in bias mode.
-        means: mean paths of queries (B, Q, G) and keys (B, K, G); None is bias mode.
-        mask: (B, K) bool, True = may be attended to; a row without keys gives a mean.
-        scale: of the products; None: 1 / sqrt(head width).
-
-    Returns:
-        (B, Q, width).
+        heads: attention heads, consecutive blocks of channels.
+        means: mean paths of queries (B, Q, G) and keys (B, K, G); None selects bias mode.
+        mask: (B, K) bool, True = may be attended to; without any such key the values are averaged.
+        scale: of the products of queries and keys; None: 1 / sqrt(head width).
     """
     scale = (query.shape[-1] // heads) ** -0.5 if scale is None else scale
     query_mean, key_mean = (None, None) if means is None else means
@@ -123,119 +117,79 @@ def anchor_attention(
     return out
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    path: Tensor,
-    mask: Tensor | None,
-    query_mean: Tensor | None,
-    key_mean: Tensor | None,
-    terms: Tensor,
-    heads: int,
-    scale: float,
-) -> Results:
-    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads, True)
-    results = _results(query, key, heads)
+# The arguments of all operators of one attention, in their order.
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor path, Tensor? mask, Tensor? query_mean, "
+    "Tensor? key_mean, Tensor terms"
+)
+_RESULTS = "Tensor out, Tensor residual, Tensor row_statistics, Tensor out_grad"
+
+
+def _attend(*arguments: Any) -> Results:
+    *tensors, heads, scale = arguments
+    inputs = _Inputs(*tensors, heads, forward=True)
+    results = _empty_results(*arguments)
     inputs.launch("forward", inputs.query_blocks * heads, scale, *results)
     return results
 
 
-def _attend_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    path: Tensor,
-    mask: Tensor | None,
-    query_mean: Tensor | None,
-    key_mean: Tensor | None,
-    terms: Tensor,
-    out: Tensor,
-    residual: Tensor,
-    statistics: Tensor,
-    out_grad: Tensor,
-    heads: int,
-    scale: float,
-) -> Gradients:
-    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
-    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
+def _attend_backward(*arguments: Any) -> Gradients:
+    *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
+    inputs = _Inputs(*tensors, heads)
+    *gradients, terms_grad = _empty_gradients(*arguments)
     single_block = inputs.key_blocks == 1
     query_sum = out if single_block else torch.empty_like(gradients[0], dtype=torch.float32)
-    term_grads = query.new_empty(len(query), *terms.shape, dtype=torch.float32)
-    results = residual, statistics, out_grad.contiguous(), *gradients, query_sum, term_grads
+    term_grads = terms_grad.new_empty(inputs.pairs, *terms_grad.shape)
+    results = residual, row_statistics, out_grad.contiguous(), *gradients, query_sum, term_grads
     inputs.launch("backward", heads, scale, out, *results, SINGLE_BLOCK=single_block)
     return (*gradients, term_grads.sum(0))  # type: ignore[return-value]
 
 
-def _differentiate_path(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    path: Tensor,
-    mask: Tensor | None,
-    query_mean: Tensor | None,
-    key_mean: Tensor | None,
-    terms: Tensor,
-    out: Tensor,
-    residual: Tensor,
-    statistics: Tensor,
-    out_grad: Tensor,
-    heads: int,
-    scale: float,
-) -> Tensor:
-    inputs = _Inputs(query, key, value, path, mask, query_mean, key_mean, terms, heads)
-    gradient = path.new_empty(path.shape)
-    programs = inputs.query_blocks * inputs.key_blocks * path.shape[3]
-    results = residual, statistics, out_grad.contiguous(), gradient
+def _differentiate_path(*arguments: Any) -> Tensor:
+    *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
+    inputs = _Inputs(*tensors, heads)
+    gradient = _empty_path(*arguments)
+    programs = inputs.query_blocks * inputs.key_blocks * gradient.shape[3]
+    results = residual, row_statistics, out_grad.contiguous(), gradient
     single_block = inputs.key_blocks == 1
     inputs.launch("path", programs, scale, out, *results, SINGLE_BLOCK=single_block)
     return gradient
 
 
-def _project_tables(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    pooled: bool,
-) -> Tensor:
-    terms = query.new_empty(4, *query.shape, dtype=torch.float32)
-    inputs = [query, key, value, query_weight, key_weight, value_weight]
-    _launch_shifts("shift", inputs, pooled, terms)
+_TABLES = (
+    "Tensor query, Tensor key, Tensor value, Tensor query_weight, Tensor key_weight, "
+    "Tensor value_weight"
+)
+
+
+def _project_tables(*arguments: Any) -> Tensor:
+    *tables, pooled = arguments
+    terms = _empty_terms(*tables)
+    _launch_projection("shift", tables, pooled, terms)
     return terms
 
 
-def _project_tables_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    out_grad: Tensor,
-    pooled: bool,
-) -> list[Tensor]:
-    inputs = [query, key, value, query_weight, key_weight, value_weight]
-    gradients = [x.new_empty(x.shape) for x in inputs]
-    _launch_shifts("shift_backward", inputs, pooled, out_grad.contiguous(), *gradients)
+def _project_tables_backward(*arguments: Any) -> list[Tensor]:
+    *tables, terms_grad, pooled = arguments
+    gradients = _empty_tables(*tables)
+    _launch_projection("shift_backward", tables, pooled, terms_grad.contiguous(), *gradients)
     return gradients
 
 
-def _results(query: Tensor, key: Tensor, heads: int) -> Results:
-    """Make the output, its rounding residual, both (B, Q, width), and statistics of rows."""
-    # Where keys fill several blocks, the backward pass takes the mean gradient of a row's weights
-    # from the output. Rounding to half precision would make its error several times the explicit
-    # path's, so the residual is saved there. Float32 rounds only products in TF32.
+def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
+    """Allocate the output, its rounding residual, both (B, Q, width), and the row statistics."""
+    # With several blocks of keys the backward pass computes sum_j a_ij da_ij of a row from the
+    # output. Rounded to half precision, its error would be several times the explicit path's: the
+    # residual corrects it. In float32 only products are rounded, to TF32.
     has_residual = query.dtype != torch.float32 and key.shape[1] > BLOCK
     residual = query.new_empty(query.shape if has_residual else 0)
-    statistics = query.new_empty(query.shape[0], heads, 2, query.shape[1], dtype=torch.float32)
-    return query.new_empty(query.shape), residual, statistics
+    pairs, queries, _ = query.shape
+    row_statistics = query.new_empty(pairs, arguments[-2], 2, queries, dtype=torch.float32)
+    return query.new_empty(query.shape), residual, row_statistics
 
 
 class _Inputs:
-    """Arguments of all kernels of one attention, in their order."""
+    """Inputs and options of all kernels of one attention, in the kernels' order."""
 
     def __init__(
         self,
@@ -251,15 +205,17 @@ class _Inputs:
         forward: bool = False,
     ) -> None:
         states = [_contiguous_rows(x) for x in (query, key, value)]
-        mask, *means = [None if x is None else x.contiguous() for x in (mask, query_mean, key_mean)]
         # A kernel without mask or means never reads the tensor that stands in for them.
         placeholder = states[0]
         (self.pairs, queries, width), keys, groups = query.shape, key.shape[1], path.shape[3]
         self.tensors = [
             *states,
             path,
-            placeholder if mask is None else mask.view(torch.uint8),
-            *(placeholder if x is None else x for x in means),
+            placeholder if mask is None else mask.contiguous().view(torch.uint8),
+            *(
+                placeholder if mean is None else mean.contiguous()
+                for mean in (query_mean, key_mean)
+            ),
             terms.contiguous(),
         ]
         strides = [*(x.stride(0) for x in states), *path.stride()]
@@ -291,7 +247,7 @@ class _Inputs:
         *results: Tensor,
         **options: bool,
     ) -> None:
-        """Run a kernel, with `programs` programs for each pair."""
+        """Launch a kernel with `programs` programs for each pair."""
         if not self.pairs * programs:
             return
         with torch.cuda.device(out.get_device()):
@@ -306,12 +262,12 @@ class _Inputs:
             )
 
 
-def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Tensor) -> None:
-    groups, width = inputs[0].shape
-    inputs = [x.contiguous() for x in inputs]
+def _launch_projection(kernel: str, tables: list[Tensor], pooled: bool, *results: Tensor) -> None:
+    groups, width = tables[0].shape
     with torch.cuda.device(results[0].get_device()):
+        # A program for each of the three roles and each block of 32 channels.
         getattr(kernels(), f"{kernel}_kernel")[(3 * -(-width // 32),)](
-            *inputs,
+            *(x.contiguous() for x in tables),
             *results,
             width,
             GROUPS=groups,
@@ -322,7 +278,7 @@ def _launch_shifts(kernel: str, inputs: list[Tensor], pooled: bool, *results: Te
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
-    # Pairs may lie anywhere in memory: an expanded batch is not copied.
+    # Kernels take any stride between pairs, so that an expanded batch is not copied.
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -331,7 +287,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.save_for_backward(*tensors, *output)
     ctx.heads, ctx.scale = heads, scale
     ctx.mark_non_differentiable(*output[1:])
-    # Without it zeros are made for results that have no gradient.
+    # Otherwise autograd allocates zeros as gradients of the other results.
     ctx.set_materialize_grads(False)
 
 
@@ -340,7 +296,7 @@ def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None,
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, out_grad, ctx.heads, ctx.scale)
     *states, term_grads = _attention_backward(*arguments)
-    # The gradient of the paths is a kernel of its own, which runs only where autograd needs it.
+    # The gradient of the paths has a separate kernel, which runs only if autograd needs it.
     needs_gradient = ctx.needs_input_grad
     path_grad = query_mean_grad = key_mean_grad = None
     if needs_gradient[3]:
@@ -364,13 +320,9 @@ def _differentiate_tables(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ..
     return *gradients, None
 
 
-def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
-    return _results(query, key, heads=arguments[-2])
-
-
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
-    term_grads = query.new_empty(arguments[4].shape, dtype=torch.float32)
-    return *(x.new_empty(x.shape) for x in (query, key, value)), term_grads  # type: ignore[return-value]
+    terms_grad = query.new_empty(arguments[4].shape, dtype=torch.float32)
+    return *(x.new_empty(x.shape) for x in (query, key, value)), terms_grad  # type: ignore[return-value]
 
 
 def _empty_path(query: Tensor, key: Tensor, value: Tensor, path: Tensor, *_: Any) -> Tensor:
@@ -386,13 +338,34 @@ def _empty_tables(*arguments: Any) -> list[Tensor]:
 
 
 _attention = KernelOperator(
-    "anchor_attention", _attend, _empty_results, _setup_context, _differentiate
+    "anchor_attention",
+    _attend,
+    _empty_results,
+    _setup_context,
+    _differentiate,
+    schema=f"({_INPUTS}, int heads, float scale) -> (Tensor, Tensor, Tensor)",
 )
+_BACKWARD = f"({_INPUTS}, {_RESULTS}, int heads, float scale)"
 _attention_backward = KernelOperator(
-    "anchor_attention_backward", _attend_backward, _empty_gradients
+    "anchor_attention_backward",
+    _attend_backward,
+    _empty_gradients,
+    schema=f"{_BACKWARD} -> (Tensor, Tensor, Tensor, Tensor)",
 )
-_path_gradient = KernelOperator("anchor_path_gradient", _differentiate_path, _empty_path)
+_path_gradient = KernelOperator(
+    "anchor_path_gradient", _differentiate_path, _empty_path, schema=f"{_BACKWARD} -> Tensor"
+)
 _terms = KernelOperator(
-    "anchor_terms", _project_tables, _empty_terms, _setup_tables_context, _differentiate_tables
+    "anchor_terms",
+    _project_tables,
+    _empty_terms,
+    _setup_tables_context,
+    _differentiate_tables,
+    schema=f"({_TABLES}, bool pooled) -> Tensor",
 )
-_terms_backward = KernelOperator("anchor_terms_backward", _project_tables_backward, _empty_tables)
+_terms_backward = KernelOperator(
+    "anchor_terms_backward",
+    _project_tables_backward,
+    _empty_tables,
+    schema=f"({_TABLES}, Tensor terms_grad, bool pooled) -> Tensor[]",
+)

@@ -12,26 +12,27 @@ from torch.nn import functional
 from vlp.positions.anchor_attention import anchor_attention, contextual_terms
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.options import head_width, require_choice
 
 
 class AnchorPosition(PositionEncoding):
     """Anchor-based cross-modal relative position embedding of one layer.
 
-    In contextual mode each role (query, key, value) owns one table W of shape (groups, width)
-    (papers.md#ace-a23). The pooled term on the value side uses the value table (papers.md#ace-a22
-    and #ace-a32). In bias mode (Eq. 9) one table and one vector W_E per head give P (W W_E) /
-    sqrt(head width) (papers.md#ace-a18). Tables start at zero, which leaves the layer as it was.
+    In contextual mode each role (query, key, value) has a table W of shape (groups, width)
+    (papers.md#ace-a23); values use theirs for both terms of Eq. 12 (papers.md#ace-a22, #ace-a32).
+    In bias mode (Eq. 9) a table W and a vector W_E per head give the bias P (W W_E) / sqrt(head
+    width) (papers.md#ace-a18). Tables start at zero, at which the layer's function is unchanged.
 
     Args:
         width: channels of the layer.
         heads: attention heads.
         groups: G, the channel groups of Eq. 3.
-        roles: which of query, key, value carry the position (contextual mode).
+        roles: which of query, key, value have positions (contextual mode).
         mode: "contextual" or "bias".
-        shared_heads: one table of head width, used by all heads (papers.md#ace-a24; W_E then is one
-            vector too); otherwise each head has its own columns of W.
-        scale: factor of the path before it is embedded (papers.md#ace-a16: 1, the path as it is).
-        value_pooled: whether values carry mean(E), too, as Eq. 12 prints it (papers.md#ace-a22).
+        shared_heads: one table of head width, and one W_E, for all heads (papers.md#ace-a24);
+            otherwise each head has a block of columns of W.
+        scale: factor of the path before it is embedded (papers.md#ace-a16).
+        value_pooled: whether mean(E) is added to the values, too, as in Eq. 12 (papers.md#ace-a22).
     """
 
     NO_WEIGHT_DECAY = ("table", "bias_table", "tables")
@@ -52,19 +53,16 @@ class AnchorPosition(PositionEncoding):
         unknown = set(roles) - {"query", "key", "value"}
         if unknown:
             raise ValueError(f"unknown roles {sorted(unknown)}; known: query, key, value")
-        if mode not in ("contextual", "bias"):
-            raise ValueError(f"unknown mode {mode!r}; one of contextual, bias")
-        if width % heads:
-            raise ValueError(f"{heads} heads do not divide {width} channels")
+        require_choice("mode", mode, ("contextual", "bias"))
+        per_head = head_width("anchor", width, heads)
         self.heads, self.mode, self.roles = heads, mode, tuple(roles)
         self.shared_heads, self.scale, self.value_pooled = shared_heads, scale, value_pooled
-        channels = width // heads if shared_heads else width
-        # Zero tables leave a trained layer as it was. In bias mode W_E starts at 0.02: with both
-        # factors at zero neither gets a gradient.
+        channels = per_head if shared_heads else width
+        # In bias mode W_E starts at 0.02: with both factors at zero neither gets a gradient.
         if mode == "bias":
             self.table = nn.Parameter(torch.zeros(groups, channels))
             vectors = 1 if shared_heads else heads
-            self.bias_table = nn.Parameter(torch.full((vectors, width // heads), 0.02))
+            self.bias_table = nn.Parameter(torch.full((vectors, per_head), 0.02))
         else:
             self.tables = nn.ParameterDict(
                 {role: nn.Parameter(torch.zeros(groups, channels)) for role in self.roles}
@@ -72,7 +70,8 @@ class AnchorPosition(PositionEncoding):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks that mode and roles need, so that fused attention stays possible."""
+        """Return the hooks of this mode and these roles."""
+        # Without the hook `value` attention may be fused.
         if self.mode == "bias":
             return frozenset({"bias"})
         return frozenset({"inputs", "value"} if "value" in self.roles else {"inputs"})
@@ -80,9 +79,9 @@ class AnchorPosition(PositionEncoding):
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add mean(P) W of each side to the projections' inputs (Eq. 10)."""
+        """Add mean(P) W of queries and of keys to the projections' inputs (Eq. 10)."""
         # By linearity mean(E) = mean(P) W: the embedding E = P W of all pairs is never built.
-        # Where key and value are already projected, project the table instead.
+        # To projected keys and values mean(P) times the projected table is added.
         query_mean, key_mean = _mean_paths(context)
         key_weight, value_weight = context.projections or (None, None)
         return (
@@ -101,8 +100,8 @@ class AnchorPosition(PositionEncoding):
         """Return (sum_j a_ij P_ij) W, (B, heads, Q, head width) (Eq. 12, papers.md#ace-a21)."""
         # By linearity sum_j a_ij E_ij = (sum_j a_ij P_ij) W.
         path = _query_paths(context).to(attention.dtype)  # (B, Q, K, G)
-        # This reshape does nothing forward; backward it gives both gradients of `attention` one
-        # memory layout, as adding two layouts costs as much as the layer.
+        # This reshape changes nothing forward. Backward it gives both gradients of `attention` the
+        # same memory layout: adding two layouts costs as much as the layer.
         attention = attention.flatten(2).unflatten(2, attention.shape[2:])
         path_sum = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
@@ -126,7 +125,7 @@ class AnchorPosition(PositionEncoding):
         return anchor_attention(query, key, value, path, terms, heads, means, mask, scale)
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Project the layer's tables for `anchor_attention`; the same for both directions."""
+        """Return the `terms` of `anchor_attention`, the same for both directions."""
         if self.mode == "bias":
             return self._slopes().expand(-1, self.heads)
         value = self._table("value")
@@ -181,16 +180,16 @@ def _query_paths(context: PositionContext) -> Tensor:
     return paths.text_path if context.text_queries else paths.image_path
 
 
-# Logit at factor 1 and cosine 1.
+# Bias at factor 1 and cosine 1.
 LOGIT_SCALE = 10.0
 
 
 class AlignmentBias(PositionEncoding):
-    """A learned multiple of the cosine of word and patch on the logits of cross-attention.
+    """Bias of cross-attention: the cosine of word and patch times a learned factor of the head.
 
-    Adds 10 f_h mean_g S_ij to logit (i, j) of head h, S of Eq. 3 (papers.md#ace-a7: computed in
-    this forward pass and detached unless `path_gradient`); 0 for [CLS] and non-word tokens.
-    ACE-RPE's contextual mode has no term that joins one word and one patch.
+    Logit (i, j) of head h gets 10 f_h times the mean of S_ij over the groups of Eq. 3; [CLS] and
+    tokens that are no words get 0. S has no gradient unless `path_gradient` is set
+    (papers.md#ace-a7). ACE-RPE's contextual mode lacks such a logit of one word and one patch.
 
     Args:
         heads: attention heads.

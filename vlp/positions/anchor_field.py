@@ -1,4 +1,4 @@
-"""Paths of ACE-RPE for a batch of pairs, and their means, shared by all layers."""
+"""Paths of ACE-RPE of image-text pairs and their means, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ from vlp.positions.anchor import (
     mean_over_words,
 )
 from vlp.positions.anchor_attention import aligned_length
+from vlp.precision import at_least_float32
 
-# Path of a word to a patch without an anchor in reach: 0, or `longest_path`.
+# Path of a word and a patch that no anchor reaches: 0 or `longest_path`.
 Unreachable = Literal["zero", "far"]
 
 
 class PathSettings(NamedTuple):
     """Settings of the paths (Eqs 3-7), the same for every pair.
 
-    grid: (rows, columns) of the patches. threshold: delta of Eq. 4. groups: G, channel groups of
-    Eq. 3. text_window: B_t in tokens, patch_window: B_p in patches; None is unbounded. metric:
-    distance between patches. hard: only anchors pass; False is Eq. 4 with a finite tau
-    (papers.md#ace-a8). aligned: also return `AnchorPaths.alignment`. unreachable: path where no
-    anchor is in reach (papers.md#ace-a15).
+    Args:
+        grid: (rows, columns) of the patches.
+        threshold: delta of Eq. 4.
+        groups: G, the channel groups of Eq. 3.
+        text_window: B_t in tokens; None is unbounded.
+        patch_window: B_p in patches; None is unbounded.
+        metric: distance between patches.
+        hard, tau: see `anchor_distance` (papers.md#ace-a8).
+        aligned: also compute `AnchorPaths.alignment`.
+        unreachable: path where no anchor is in the windows (papers.md#ace-a15).
     """
 
     grid: tuple[int, int]
@@ -48,12 +54,17 @@ class PathSettings(NamedTuple):
 
 
 class AnchorPaths(NamedTuple):
-    """Paths of B pairs; the image side counts its prefix token ([CLS]) with rows of 0.
+    """Paths of B pairs, with a row of 0 for the image's [CLS].
 
-    image_path (B, 1 + M, N, G) and text_path (B, N, 1 + M, G) hold the same values, 0 where not
-    reachable. image_mean (B, 1 + M, G) and text_mean (B, N, G) are the averages of Eq. 10;
-    alignment (B, 1 + M, N) is the mean over groups of S of Eq. 3, 0 for tokens that are no words,
-    or None without `aligned`; similarity (B, M, N, G) is S. All but S are in the autocast type.
+    Args:
+        image_path: paths by image token, (B, 1 + M, N, G), 0 where not reachable.
+        text_path: the same paths by text token, (B, N, 1 + M, G).
+        image_mean: mean over words (Eq. 10), (B, 1 + M, G).
+        text_mean: mean over patches (Eq. 10), (B, N, G).
+        alignment: mean of S over groups, (B, 1 + M, N), 0 for tokens that are no words; None
+            without `PathSettings.aligned`.
+        similarity: S of Eq. 3, (B, M, N, G), without a row of [CLS] and in float32 or better; the
+            other tensors have autocast's dtype.
     """
 
     image_path: Tensor
@@ -64,13 +75,16 @@ class AnchorPaths(NamedTuple):
     similarity: Tensor
 
     def select_text(self, tokens: Tensor) -> AnchorPaths:
-        """Select text queries (B, Q) int64; `image_path` keeps all tokens as keys."""
+        """Select text tokens (B, Q) int64 as queries; `image_path` keeps all N tokens as keys."""
         index = tokens[..., None]
         path_index = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
+        alignment = self.alignment
+        if alignment is not None:
+            alignment = alignment.mT.gather(1, index.expand(-1, -1, alignment.shape[1])).mT
         return self._replace(
             text_path=self.text_path.mT.gather(1, path_index).mT,
             text_mean=self.text_mean.gather(1, index.expand(-1, -1, self.text_mean.shape[2])),
-            alignment=None if self.alignment is None else _select_columns(self.alignment, index),
+            alignment=alignment,
         )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> AnchorPaths:
@@ -79,23 +93,19 @@ class AnchorPaths(NamedTuple):
 
     @property
     def reachable(self) -> Tensor:
-        """Return whether a token has a path to a patch, (B, M, N, G) bool.
+        """Return whether a patch and a token have a path, (B, M, N, G) bool.
 
-        With soft anchors or an `unreachable` path every word has one to every patch.
+        All patches and words do with soft anchors, or with `unreachable` "far".
         """
-        # A path is at least 1, the distance of the most similar anchor.
+        # A path is at least 1, the distance of an anchor of cosine 1.
         return self.image_path[:, 1:] > 0
-
-
-def _select_columns(alignment: Tensor, index: Tensor) -> Tensor:
-    return alignment.mT.gather(1, index.expand(-1, -1, alignment.shape[1])).mT
 
 
 @region
 def compute_paths(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, settings: PathSettings
 ) -> AnchorPaths:
-    """Compute Eqs 3-7 and the averages of Eq. 10 for a batch of pairs, in float32 or better.
+    """Compute the paths of a batch of pairs (Eqs 3-7, 10), in float32 or better.
 
     Args:
         image_tokens: (B, M, D) patch features without [CLS].
@@ -104,14 +114,15 @@ def compute_paths(
             position (papers.md#ace-a25 and #ace-a31).
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
-        similarity = group_similarity(_float(image_tokens), _float(text_tokens), settings.groups)
+        features = at_least_float32(image_tokens), at_least_float32(text_tokens)
+        similarity = group_similarity(*features, settings.groups)
     return paths_from_similarity(similarity, word_mask, settings)
 
 
 def paths_from_similarity(
     similarity: Tensor, word_mask: Tensor, settings: PathSettings
 ) -> AnchorPaths:
-    """Compute Eqs 4-7 and the averages of Eq. 10 from S of Eq. 3, (B, M, N, G)."""
+    """Compute the paths of a batch of pairs (Eqs 4-7, 10) from S of Eq. 3, (B, M, N, G)."""
     grid, threshold = settings.grid, settings.threshold
     windows = settings.text_window, settings.patch_window, settings.metric
     with torch.autocast(similarity.device.type, enabled=False):
@@ -121,54 +132,55 @@ def paths_from_similarity(
             farthest = longest_path(threshold, grid, word_mask.shape[1], *windows)
             # Tokens that are no words keep a path of 0.
             path = torch.where(reachable | ~word_mask[:, None, :, None], path, farthest)
-    return with_prefix(path, similarity, word_mask, settings.aligned)
+    return build_paths(path, similarity, word_mask, settings.aligned)
 
 
 def join_paths(images: Sequence[AnchorPaths]) -> AnchorPaths:
     """Concatenate the paths of several images of one text along the image tokens.
 
-    Each image keeps its prefix token and its paths; a word's mean (Eq. 10) is over all images.
+    Each image keeps its [CLS] and its paths; a word's mean (Eq. 10) is over all images.
     """
 
-    def join(tensors: Sequence[Tensor]) -> Tensor:
-        # Side by side in memory as `with_prefix` leaves them.
-        return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=-1).transpose(2, 3)
+    def join(tensors: Sequence[Tensor], dim: int) -> Tensor:
+        # Keys stay contiguous in memory, as `build_paths` leaves them.
+        return torch.cat([tensor.transpose(2, 3) for tensor in tensors], dim=dim).transpose(2, 3)
 
-    aligned = [image.alignment for image in images if image.alignment is not None]
+    alignments = [image.alignment for image in images if image.alignment is not None]
     return AnchorPaths(
-        image_path=torch.cat([x.image_path.transpose(2, 3) for x in images], dim=1).transpose(2, 3),
-        text_path=join([image.text_path for image in images]),
+        image_path=join([image.image_path for image in images], 1),
+        text_path=join([image.text_path for image in images], -1),
         image_mean=torch.cat([image.image_mean for image in images], dim=1),
         text_mean=torch.stack([image.text_mean for image in images]).mean(0),
-        alignment=torch.cat(aligned, dim=1) if aligned else None,
+        alignment=torch.cat(alignments, dim=1) if alignments else None,
         similarity=torch.cat([image.similarity for image in images], dim=1),
     )
 
 
 def uniform_paths(word_mask: Tensor, patches: int, groups: int) -> AnchorPaths:
-    """Return the 'uniform' baseline, P = 1 (papers.md#ace-a26), for words (B, N)."""
+    """Return paths of 1 between all words (B, N) and patches, as baseline (papers.md#ace-a26)."""
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
-    return with_prefix(path, path, word_mask)
+    return build_paths(path, path, word_mask)
 
 
-def with_prefix(
+def build_paths(
     path: Tensor, similarity: Tensor, word_mask: Tensor, aligned: bool = True
 ) -> AnchorPaths:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25).
 
     Args:
         path: (B, M, N, G), patches without [CLS].
-        similarity: S_G of the same shape.
-        word_mask: (B, N), True for words.
+        similarity: S of Eq. 3, (B, M, N, G).
+        word_mask: (B, N) bool, True = a real word.
+        aligned: also compute the alignment.
     """
-    pairs, patches, words, groups = path.shape
+    pairs, patches, tokens, groups = path.shape
     dtype = _compute_dtype(path)
-    # Each direction has its keys side by side in memory, as its attention reads them.
+    # The keys of each direction are contiguous in memory, as its attention reads them.
     values = path.to(dtype)
-    text_path = _rows(values, pairs, words, groups, 1 + patches)
+    text_path = _empty_rows(values, pairs, tokens, groups, 1 + patches)
     text_path[..., 0] = 0
     text_path[..., 1:] = values.permute(0, 2, 3, 1)
-    image_path = _rows(values, pairs, 1 + patches, groups, words)
+    image_path = _empty_rows(values, pairs, 1 + patches, groups, tokens)
     image_path.copy_(text_path.permute(0, 3, 2, 1))
     alignment = None
     if aligned:
@@ -184,17 +196,13 @@ def with_prefix(
     )
 
 
-def _rows(like: Tensor, *shape: int) -> Tensor:
-    # On a GPU rows begin where its kernel reads them faster.
+def _empty_rows(like: Tensor, *shape: int) -> Tensor:
+    # On a GPU rows are padded in memory, for vectorised loads of the kernel.
     keys = shape[-1]
-    end = aligned_length(keys) if on_gpu(like) else keys
-    return like.new_empty(*shape[:-1], end)[..., :keys]
+    length = aligned_length(keys) if on_gpu(like) else keys
+    return like.new_empty(*shape[:-1], length)[..., :keys]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def _float(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,7 +1,7 @@
 """Triton kernels of ACE-RPE: the windowed path (Eq. 7), and cross-attention with paths.
 
 `TRITON_INTERPRET=1`, set before this module is imported, runs them on a CPU, for tests. Strides are
-named by tensor and axis: `stride_pq` is that of axis Q of the path (B, Q, K, G).
+named by tensor and axis: `stride_pq` is the stride of the path (B, Q, K, G) along Q.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _entries(
     tokens: tl.tensor, groups: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUPS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Return pair, patch, token and group of this program's entries, in the order of memory."""
+    """Return pair, patch, token, group of a program's entries in memory order, and which exist."""
     patches = ROWS * COLUMNS
     blocks = (patches * tokens * groups + BLOCK - 1) // BLOCK
     pair = tl.program_id(0) // blocks
@@ -34,7 +34,7 @@ def _entries(
 
 @triton.constexpr_function
 def _length(down: int, right: int, metric: str) -> float:
-    """Return a distance in patches; evaluated while a kernel is compiled."""
+    """Return the length of a step between patches; evaluated at compile time."""
     if metric == "euclidean":
         return (down * down + right * right) ** 0.5
     if metric == "manhattan":
@@ -53,7 +53,7 @@ def path_forward_kernel(
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, SAVE_WINNER: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the paths of a block of entries, and the step to the nearest source of each."""
+    """Write the paths of a block of entries, and the window entry where each path's anchor is."""
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     target = inside
@@ -101,9 +101,9 @@ def path_backward_kernel(
     METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a block of sources, from the entries where they are the nearest."""
-    # Without atomics, so that equal inputs give equal gradients: a source looks at every entry
-    # around it for the step that leads back.
+    """Write the gradients of a block of distances: sums over the paths that start from them."""
+    # Without atomics, so that equal inputs give equal gradients: each distance checks all entries
+    # around it for a winning step that leads to it.
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     address = pair * stride_gb
@@ -130,7 +130,7 @@ def path_backward_kernel(
 
 @triton.jit
 def _select_role(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor) -> tl.tensor:
-    """Return the tensor of a role, by its address."""
+    """Return the pointer of role 0 (query), 1 (key) or 2 (value)."""
     address = tl.where(role == 0, query.to(tl.int64), key.to(tl.int64))
     address = tl.where(role == 2, value.to(tl.int64), address)
     return address.to(query.dtype)
@@ -143,7 +143,7 @@ def shift_kernel(
     terms: tl.tensor, width: tl.tensor,
     GROUPS: tl.constexpr, DOT_G: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of a role's table times its weight, and the value's table: (4, G, width)."""
+    """Write a block of columns of one role's part of `contextual_terms`, (4, G, width)."""
     role = tl.program_id(0) % 3
     table = _select_role(role, query, key, value)
     weight = _select_role(role, query_weight, key_weight, value_weight)
@@ -180,7 +180,7 @@ def shift_backward_kernel(
     width: tl.tensor,
     GROUPS: tl.constexpr, DOT_G: tl.constexpr, BLOCK: tl.constexpr, POOLED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write a block of columns of the gradients of one role's table and weight."""
+    """Write a block of columns of the gradients of a role's table and weight."""
     role = tl.program_id(0) % 3
     table = _select_role(role, query, key, value)
     weight = _select_role(role, query_weight, key_weight, value_weight)
@@ -210,7 +210,7 @@ def shift_backward_kernel(
     tl.store(table_grad + group * width + inputs, total, in_table)
 
 
-# Added to the logits of masked keys: a row without keys gives a mean, not NaN.
+# Added to the logits of masked keys. Finite: without any key the values are averaged, not NaN.
 MASK_BIAS = tl.constexpr(-1e38)
 
 
@@ -219,7 +219,7 @@ def _load(
     states: tl.tensor, token: tl.tensor, tokens: tl.tensor, width: tl.tensor,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load one head's channels of some tokens, 0 outside: (BLOCK, BLOCK_C)."""
+    """Load a head's channels of the tokens with indices `token`, 0 outside: (BLOCK, BLOCK_C)."""
     channel = tl.arange(0, BLOCK_C)
     inside = (token[:, None] < tokens) & (channel[None, :] < CHANNELS)
     return tl.load(states + token[:, None] * width + channel[None, :], mask=inside, other=0.0)
@@ -237,7 +237,7 @@ def _store(
 
 @triton.jit
 def _residual(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return the rounding residual of float32 numbers of any shape."""
+    """Return the rounding error of float32 numbers in `dtype`, of any shape."""
     return (x - x.to(dtype).to(tl.float32)).to(dtype)
 
 
@@ -248,8 +248,8 @@ def _delta(
     HEAD_DIM: tl.constexpr, BLOCK_C: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, SINGLE_BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mean gradient of each row's weights, (BLOCK_Q,)."""
-    # With several blocks of keys it is the output times its gradient.
+    """Return sum_j a_ij da_ij of each query i for weights a and their gradient da: (BLOCK_Q,)."""
+    # With several blocks of keys, as the equal product of the output and its gradient.
     if SINGLE_BLOCK:
         delta = tl.sum(weight * weight_grad, 1)
     else:
@@ -269,7 +269,7 @@ def _load_paths(
 ) -> tl.tensor:  # fmt: skip
     """Load the paths of a block in all groups, 0 outside: (BLOCK_G, BLOCK_Q, BLOCK_K)."""
     # Rows are (group, query), group slowest: one thread holds all groups of a key. Vectorised loads
-    # may read past the last key, up to `readable_keys`; what lies there is set to 0 below.
+    # may read past the last key, up to `readable_keys`; the values there are set to 0 below.
     row = tl.arange(0, BLOCK_G * BLOCK_Q)[:, None]
     q_ids, group, k_row = first_query + row % BLOCK_Q, row // BLOCK_Q, k_ids[None, :]
     inside = (group < GROUPS) & (q_ids < queries) & (k_row < readable_keys)
@@ -285,7 +285,7 @@ def _logits(
     GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return scaled logits of a block with mask and the bias of Eq. 9 (this head's `slopes`)."""
+    """Return a block of scaled logits with the mask and, in bias mode, this head's bias (Eq. 9)."""
     logits = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if not CONTEXTUAL:
         group = tl.arange(0, BLOCK_G)[:, None, None]
@@ -309,9 +309,9 @@ def forward_kernel(
     BLOCK_C: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the output (B, Q, width), and each row's largest logit and sum of exponentials.
+    """Write the output (B, Q, width), and each query's largest logit and sum of exponentials.
 
-    With `HAS_RESIDUAL`, write the output's rounding error, too, and sum with unrounded weights.
+    With `HAS_RESIDUAL` also write the output's rounding error, and sum with unrounded weights.
     """
     head = tl.program_id(0) % heads
     block = (tl.program_id(0) // heads) % tl.cdiv(queries, BLOCK_Q)
@@ -407,12 +407,9 @@ def backward_kernel(
     SINGLE_BLOCK: tl.constexpr, CONTEXTUAL: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of the states, and each pair's share in that of the terms.
-
-    `out_grad` is the gradient of the output, `term_grads` is (B, 4, G, width) or (B, G, heads).
-    """
-    # Where the keys fill several blocks, the gradient of the queries adds up in `query_sum`,
-    # float32, which this program alone touches.
+    """Write the gradients of query, key and value, and each pair's part of the terms' gradient."""
+    # A program computes one head of one pair. With several blocks of keys it sums the gradient of
+    # the queries in `query_sum`, float32. `term_grads` are (B, 4, G, width) or (B, G, heads).
     head = tl.program_id(0) % heads
     pair = (tl.program_id(0) // heads).to(tl.int64)
     width = heads * HEAD_DIM
@@ -440,7 +437,7 @@ def backward_kernel(
         v = _load(value, k_ids, keys, width, HEAD_DIM, BLOCK_C)
         if CONTEXTUAL:
             key_means = _load(key_mean, k_ids, keys, GROUPS, GROUPS, DOT_G).to(dtype)
-            # Loaded where used, as registers are scarce.
+            # Terms are loaded just before use, as registers are scarce.
             key_terms = terms + GROUPS * width
             term_tile = _load(key_terms, groups, GROUPS, width, HEAD_DIM, BLOCK_C).to(dtype)
             k = (k + tl.dot(key_means, term_tile, input_precision=PRECISION)).to(dtype)
@@ -516,7 +513,7 @@ def backward_kernel(
             _store(key_terms_grad, k_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
             _store(value_terms_grad, v_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
         if not SINGLE_BLOCK:
-            # Another thread may add to what a thread has stored.
+            # In the next block of keys another thread may load what a thread has stored here.
             tl.debug_barrier()
     if CONTEXTUAL:
         _store(term_grads, query_terms_sum, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
@@ -543,7 +540,7 @@ def path_kernel(
     PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradient of one group's paths, (B, Q, K, G) contiguous: a sum over the heads."""
-    # A program owns a block of one pair's paths and computes the weights anew for each head.
+    # A program computes a block of one pair's paths, and again the weights of each head.
     program, key_blocks = tl.program_id(0), tl.cdiv(keys, BLOCK_K)
     group = program % GROUPS
     key_block, block = (program // GROUPS) % key_blocks, program // GROUPS // key_blocks

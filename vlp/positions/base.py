@@ -1,4 +1,4 @@
-"""The interface of all position encodings: five hooks, faster forms that some offer, PEmixer."""
+"""Base classes of position encodings: five hooks of attention, optional fast paths, PEmixer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def through_call(
+def call_method(
     module: nn.Module,
     method: Callable[Concatenate[Any, Arguments], Result],
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Result:
-    """Run a method of a module through its call, as in `through_call(layer, Layer.step)`."""
-    # ZeRO-3's hooks and wrappers (activation checkpointing, peft, `torch.compile`) act on that call
-    # alone. `forward` gets the method's name, so a wrapper needs no such method.
+    """Run a method by calling its module, as in `call_method(layer, Layer.step, states)`.
+
+    The module's `forward` gets the method's name and the arguments.
+    """
+    # ZeRO-3's hooks and wrappers (activation checkpointing, peft, `torch.compile`) act on calls of
+    # a module, not on its other methods.
     result: Result = module(method.__name__, *arguments, **options)
     return result
 
@@ -35,15 +38,19 @@ def through_call(
 class PositionContext:
     """Context of the tokens that a hook acts on.
 
-    `grid` is (rows, columns) of the image patches, which follow `prefix_tokens` tokens without a
-    position ([CLS]). Tokens that lie on no grid have `coordinates` (B or 1, tokens after prefix, C)
-    instead, shares of the image's width and height: x, y where C = 2, boxes x0, y0, x1, y1 where
-    C = 4. Where they are patches of images that differ in size, `grids` (B or 1, 2) are each
-    image's rows and columns, followed by padding. `boxes` (B, K, 4) are objects on the grid: x, y,
-    width, height in cells; a row of width or height 0 is padding. In cross-attention `anchors`
-    holds the paths of the pairs, `text_queries` is True for text-to-image, False for image-to-text;
-    `kernel_terms` are the layer's tables, projected once for both directions; `projections` its key
-    and value weights, where keys and values are projected already.
+    Args:
+        grid: (rows, columns) of the image patches, which follow the prefix tokens.
+        prefix_tokens: number of leading tokens without a position, such as [CLS].
+        coordinates: of tokens that lie on no grid, (B or 1, tokens after the prefix, C), in shares
+            of the image's width and height: x, y (C = 2) or boxes x0, y0, x1, y1 (C = 4).
+        grids: (B or 1, 2), rows and columns of each image, where the tokens with `coordinates` are
+            patches of images of different sizes, padded to the same length.
+        boxes: (B, K, 4), objects on the grid: x, y, width, height in cells; a row of width or
+            height 0 is padding.
+        anchors: for cross-attention, ACE-RPE's paths of the pairs.
+        text_queries: True in the text stream and for text-to-image cross-attention.
+        kernel_terms: for cross-attention, `PositionEncoding.kernel_terms`, for both directions.
+        projections: key and value weights, where keys and values are already projected.
     """
 
     grid: tuple[int, int] | None = None
@@ -60,8 +67,8 @@ class PositionContext:
 class PositionEncoding(nn.Module):
     """Base of every encoding; attention calls the hooks that a subclass overrides.
 
-    Most encodings override one of the five hooks. Faster forms, which attention takes where it can,
-    are `inputs` for projected keys (`shares_keys`), and `attend` (`has_kernel`).
+    Most encodings override one of the five HOOKS. Some have fast paths, too: `inputs` on projected
+    keys and values (`shares_keys`), and `attend` (`has_kernel`).
     """
 
     HOOKS: ClassVar[tuple[str, ...]] = ("tokens", "inputs", "rotate", "bias", "value")
@@ -70,23 +77,23 @@ class PositionEncoding(nn.Module):
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
-    """True if hooks read the paths of a pair and nothing else of its keys, so that pairs of one
-    image may share projected keys and values, which `inputs` then gets."""
+    """True if hooks depend on the paths of a pair, not on the contents of its keys, so that pairs
+    of one image may share projected keys and values, which `inputs` then gets."""
     has_kernel: ClassVar[bool] = False
     """True if `attend` computes the whole attention in one GPU kernel."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A faster form holds for the hooks it was written for, so a subclass that overrides one
-        # declares it again.
+        # A fast path is written for the hooks of its class: a subclass that overrides a hook must
+        # declare the fast path again.
         super().__init_subclass__(**options)
         if any(hook in vars(cls) for hook in cls.HOOKS):
-            for form in ("shares_keys", "has_kernel"):
-                if form not in vars(cls):
-                    setattr(cls, form, False)
+            for fast_path in ("shares_keys", "has_kernel"):
+                if fast_path not in vars(cls):
+                    setattr(cls, fast_path, False)
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the names of the hooks that this encoding uses."""
+        """Return the names of the hooks that attention calls."""
         return frozenset(
             hook
             for hook in self.HOOKS
@@ -95,16 +102,16 @@ class PositionEncoding(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of parameters exempt from weight decay, as timm's models do."""
-        # Decay of tables pulls all positions together; iRPE's authors (supplement 2) exempt theirs.
+        # Weight decay pulls the rows of a table together; iRPE's authors (supplement 2) exempt it.
         names = (name for name, _ in self.named_parameters())
         return {name for name in names if name.partition(".")[0] in self.NO_WEIGHT_DECAY}
 
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Run a method by name, for `through_call`."""
+        """Run a method by name, for `call_method`."""
         return getattr(self, method)(*arguments)
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return token embeddings (batch, tokens, width) with positions, once at the input."""
+        """Add positions to token embeddings (batch, tokens, width), once at the model's input."""
         return x
 
     def inputs(
@@ -112,24 +119,24 @@ class PositionEncoding(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of W^Q, W^K and W^V of one layer, each (batch, tokens, width).
 
-        Where the context has `projections`, key and value are projected already (`shares_keys`).
+        Where the context has `projections`, key and value are already projected (`shares_keys`).
         """
         return query, key, value
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Return projected queries and keys, each (batch, heads, tokens, head width), turned."""
+        """Rotate projected queries and keys, each (batch, heads, tokens, head width)."""
         return query, key
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Return a term of the logits (batch, heads, queries, keys) after 1/sqrt(head width)."""
+        """Return a term to add to the scaled logits, (batch, heads, queries, keys), or None."""
         return None
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
-        """Return a term of the output (batch, heads, queries, head width), from the weights."""
+        """Return a term to add to the output (batch, heads, queries, head width), or None."""
         return None
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return the tables projected for `attend`, the same in all its calls (`has_kernel`)."""
+        """Project the tables for `attend` by the query, key and value weights (`has_kernel`)."""
         raise NotImplementedError
 
     def attend(
@@ -142,27 +149,26 @@ class PositionEncoding(nn.Module):
         context: PositionContext,
         scale: float | None = None,
     ) -> Tensor:
-        """Return the whole attention, (B, Q, width), hooks included (`has_kernel`).
+        """Compute the whole attention, (B, Q, width), hooks included (`has_kernel`).
 
         Args:
             query: (B, Q, width), projected, without the terms of `inputs`.
-            key: (B, K, width), the same.
-            value: (B, K, width), the same.
-            weights: of the three projections.
+            key, value: (B, K, width), projected, without the terms of `inputs`.
+            weights: of the query, key and value projections.
             mask: (B, K) bool, True = may be attended to.
             scale: of the products of queries and keys; None: 1 / sqrt(head width).
         """
         raise NotImplementedError
 
 
-def offers(encoding: nn.Module, form: str) -> bool:
-    """Return whether an encoding has a faster form, such as "has_kernel"; False for a wrapper."""
-    return isinstance(encoding, PositionEncoding) and bool(getattr(encoding, form))
+def has_fast_path(encoding: nn.Module, name: str) -> bool:
+    """Return whether an encoding has "shares_keys" or "has_kernel"; False for a wrapper."""
+    return isinstance(encoding, PositionEncoding) and bool(getattr(encoding, name))
 
 
 def hooks_of(encoding: nn.Module) -> frozenset[str]:
     """Return the hooks of an encoding, also inside a wrapper."""
-    # Such as activation checkpointing, `torch.compile`, or peft's `modules_to_save`.
+    # A wrapper may be activation checkpointing, `torch.compile`, or peft's `modules_to_save`.
     if isinstance(encoding, PositionEncoding):
         return encoding.hooks
     for module in encoding.modules():
@@ -172,9 +178,9 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
 
 class ByModality(PositionEncoding):
-    """Router of every hook to the encoding of the current stream, `context.text_queries`.
+    """Pair of encodings, of which every hook uses that of the stream (`context.text_queries`).
 
-    A stream without an encoding, or with one that lacks a hook, is left as it is.
+    A stream without an encoding stays unchanged, and so does a hook that its encoding lacks.
 
     Args:
         text: encoding of the text stream, or None.
@@ -187,107 +193,82 @@ class ByModality(PositionEncoding):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks of either side."""
-        sides = [side for side in (self.text, self.image) if side is not None]
-        return frozenset[str]().union(*(hooks_of(side) for side in sides))
+        """Return the hooks of both encodings."""
+        encodings = [encoding for encoding in (self.text, self.image) if encoding is not None]
+        return frozenset[str]().union(*map(hooks_of, encodings))
 
-    def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return token embeddings of one stream; see the base."""
-        return self._dispatch(PositionEncoding.tokens, context, x)
-
-    def inputs(
-        self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what enters the projections of one stream; see the base."""
-        return self._dispatch(PositionEncoding.inputs, context, query, key, value)
-
-    def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Return projected queries and keys of one stream; see the base."""
-        return self._dispatch(PositionEncoding.rotate, context, query, key)
-
-    def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor | None:
-        """Return the bias of one stream's logits; see the base."""
-        return self._dispatch(PositionEncoding.bias, context, query, key)
-
-    def value(self, attention: Tensor, context: PositionContext) -> Tensor | None:
-        """Return the addition to one stream's output; see the base."""
-        return self._dispatch(PositionEncoding.value, context, attention)
-
-    def _dispatch(
-        self, hook: Callable[..., Any], context: PositionContext, *tensors: Tensor
-    ) -> Any:
-        # Both streams share the cross-modal projections but not positions.
-        side = self.text if context.text_queries else self.image
-        if side is None or hook.__name__ not in hooks_of(side):
-            return hook(self, *tensors, context)
-        return through_call(side, hook, *tensors, context)
+    def forward(self, method: str, *arguments: Any) -> Any:
+        """Run a hook of the stream's encoding; every hook's last argument is the context."""
+        context: PositionContext = arguments[-1]
+        encoding = self.text if context.text_queries else self.image
+        if encoding is None or method not in hooks_of(encoding):
+            return super().forward(method, *arguments)
+        return encoding(method, *arguments)
 
 
-Sizes = ParamSpec("Sizes")
+def cached_constant(
+    maxsize: int,
+) -> Callable[[Callable[Arguments, Tensor]], Callable[Arguments, Tensor]]:
+    """Cache the latest `maxsize` results of a function with hashable arguments, such as sizes."""
 
-
-def cached_constant(maxsize: int) -> Callable[[Callable[Sizes, Tensor]], Callable[Sizes, Tensor]]:
-    """Cache the latest results of a function of sizes, names, dtypes, devices (all hashable)."""
-
-    def decorate(function: Callable[Sizes, Tensor]) -> Callable[Sizes, Tensor]:
-        def compute(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
-            # Modes whose tensors allow no autograd (inference) or are fake (`torch.export`).
+    def decorate(function: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
+        def compute(*arguments: Arguments.args, **options: Arguments.kwargs) -> Tensor:
+            # Tensors of inference mode allow no autograd, and those of `torch.export` are fake.
             with torch.inference_mode(False), _disable_current_modes():
-                return function(*sizes, **options)
+                return function(*arguments, **options)
 
-        cached = cast("Callable[Sizes, Tensor]", functools.lru_cache(maxsize=maxsize)(compute))
+        cached = cast("Callable[Arguments, Tensor]", functools.lru_cache(maxsize=maxsize)(compute))
 
-        def constant(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
-            return cached(*sizes, **options)
+        def constant(*arguments: Arguments.args, **options: Arguments.kwargs) -> Tensor:
+            return cached(*arguments, **options)
 
-        # Dynamo inlines the result as a constant, one per sizes.
-        # `torch.compiler.assume_constant_result` does no more, but imports the compiler first.
+        # Dynamo then inlines the result as a constant. `torch.compiler.assume_constant_result` sets
+        # the same mark, but imports the compiler first.
         constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)
-        def wrapper(*sizes: Sizes.args, **options: Sizes.kwargs) -> Tensor:
+        def wrapper(*arguments: Arguments.args, **options: Arguments.kwargs) -> Tensor:
             if torch.compiler.is_dynamo_compiling():
-                concrete = {name: _concrete(value) for name, value in options.items()}
-                return constant(*(_concrete(size) for size in sizes), **concrete)
-            return cached(*sizes, **options)
+                concrete = {name: _concrete(option) for name, option in options.items()}
+                return constant(*map(_concrete, arguments), **concrete)
+            return cached(*arguments, **options)
 
         return wrapper
 
     return decorate
 
 
-def _concrete(size: Any) -> Any:
+def _concrete(argument: Any) -> Any:
     # `torch.compile(dynamic=True)` has symbols for sizes. The import takes half a second.
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    if isinstance(size, tuple):
-        return tuple(_concrete(part) for part in size)
-    return guard_scalar(size) if isinstance(size, int | float) else size
+    if isinstance(argument, tuple):
+        return tuple(map(_concrete, argument))
+    return guard_scalar(argument) if isinstance(argument, int | float) else argument
 
 
 def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     """Return alpha * token + beta * position by channel: PEmixer (ViTARC, papers.md#vitarc-v8).
 
     `tokens` and `positions` are (..., width) and broadcast, `alpha` and `beta` (width,). The result
-    has the tokens' type.
+    has the dtype of `tokens`.
     """
-    # Three roundings to bfloat16 would add up.
+    # In float32, as three roundings to bfloat16 would add up.
     dtype = torch.promote_types(tokens.dtype, torch.float32)
     mixed = alpha.to(dtype) * tokens.to(dtype) + beta.to(dtype) * positions.to(dtype)
     return mixed.to(tokens.dtype)
 
 
 class TokenEncoding(PositionEncoding):
-    """Base of the encodings that act once, at the token embeddings.
+    """Base of the encodings that act once, on the token embeddings.
 
-    A subclass's `embeddings` gives a vector for every token after the prefix, which gets zeros.
-    Vectors are added or, with `mixer`, weighted by two learned vectors of the model's width, which
-    scale prefix tokens, too.
+    A subclass's `embeddings` returns a vector for every token after the prefix; it is added to the
+    token. With `mixer` tokens, prefix included, and vectors are first weighted by channel.
 
     Args:
-        name: for error messages.
+        name: of the encoding, for error messages.
         width: channels of the tokens.
-        mixer: learn the weights `alpha` of the tokens and `beta` of the positions.
+        mixer: learn the weights (width,) `alpha` of the tokens and `beta` of the positions.
     """
 
     def __init__(self, name: str, width: int, mixer: bool = False) -> None:
@@ -302,12 +283,12 @@ class TokenEncoding(PositionEncoding):
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the tokens after the prefix: (B or 1, T - prefix, width).
 
-        Only shape, number type and device of x (B, T, width) count.
+        Reads only the shape, dtype and device of x (B, T, width).
         """
         raise NotImplementedError
 
     def tokens(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Add or mix in the positions: (B, T, width), same shape and number type."""
+        """Add or mix in the positions: (B, T, width) in the dtype of x."""
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(
                 f"{self.name} is for tokens (batch, tokens, {self.width}), not {tuple(x.shape)}"

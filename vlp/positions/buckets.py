@@ -1,19 +1,21 @@
 """Buckets of relative positions: iRPE's index functions and its four mapping methods.
 
-A bucket is one row of a table, shared by all pairs with offsets in it. (alpha, beta, gamma) = ratio
-* (1, 2, 8) (section 4.1). All is float64, so that Eq. 18 rounds alike everywhere.
+A bucket is a row of a table, shared by all pairs of tokens with offsets that map to it. (alpha,
+beta, gamma) = ratio * (1, 2, 8) (section 4.1). Indices are computed in float64, so that Eq. 18
+rounds the same on every device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vlp.positions.coordinates import require_patches
 from vlp.positions.options import require_choice
 
 Method = Literal["euclidean", "quantization", "cross", "product"]
@@ -23,13 +25,13 @@ Universe = Literal["grid", "global"]
 
 
 def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tensor:
-    """Compute g(x), exact, then logarithmic (iRPE Eq. 18, papers.md#irpe-i1, #irpe-i2): int64.
+    """Compute g(x), linear, then logarithmic (iRPE Eq. 18, papers.md#irpe-i1, #irpe-i2).
 
-    The result is in [-int(beta), int(beta)].
+    The result is int64 in [-int(beta), int(beta)].
 
     Args:
-        x: signed distances in patches, any shape and number type.
-        alpha: where the logarithm begins.
+        x: signed distances in patches, any shape and dtype.
+        alpha: the distance at which the logarithm begins.
         beta: the largest index.
         gamma: the distance at which the logarithm reaches beta.
     """
@@ -42,7 +44,7 @@ def piecewise_index(x: Tensor, alpha: float, beta: float, gamma: float) -> Tenso
     distance = x.abs()
     slope = (beta - alpha) / math.log(gamma / alpha)
     logarithmic = alpha + slope * (distance / alpha).log()
-    # Rounding is half to even, and beta is cut to its whole part.
+    # `round` is half to even; beta is truncated.
     index = torch.where(distance <= alpha, distance, logarithmic).round().clamp(max=int(beta))
     return (x.sign() * index).long()
 
@@ -83,7 +85,8 @@ def bucket_ids(
 ) -> tuple[Tensor, int]:
     """Return the bucket of every pair of tokens (iRPE Eqs 19-25, papers.md#irpe-i4 to #irpe-i10).
 
-    Offsets are query minus key. Undirected methods never use the lower half of their table.
+    Offsets are query minus key. Euclidean and quantization use only the upper half of their table,
+    as distances are not negative.
 
     Args:
         method: euclidean, quantization, cross or product.
@@ -92,30 +95,31 @@ def bucket_ids(
         prefix_tokens: tokens without a position before the patches; their pairs have the last id.
         pre_round: euclidean only; round the distance before the index function, as the authors'
             code does (papers.md#irpe-i4).
-        variant: quantization only; `rank` of the distance (Eq. 21) or `squared`, the squared
-            distance itself, as the authors' code does (papers.md#irpe-i5).
-        universe: quantization by rank only; rank among the distances of this `grid` or, `global`,
-            of an unbounded one (papers.md#irpe-i6).
+        variant: quantization only; `rank` of the distance (Eq. 21), or the `squared` distance as in
+            the authors' code (papers.md#irpe-i5).
+        universe: quantization by rank only; rank among the distances of this `grid`, or among those
+            of an unbounded grid (`global`, papers.md#irpe-i6).
 
     Returns:
         ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows
-            then columns; and the size of one table.
+            then columns; and the number of rows of a table.
     """
     size = table_size(method, ratio, prefix_tokens)
     require_choice("bucket function", function, get_args(IndexFunction))
     require_choice("bucket variant", variant, get_args(Variant))
     require_choice("bucket universe", universe, get_args(Universe))
-    if height < 1 or width < 1:
-        raise ValueError(f"a grid of {height} x {width} has no patches")
-    index = _index_function(function, ratio)
+    require_patches(method, (height, width))
+    index = partial(clip_index, beta=2 * ratio)
+    if function == "piecewise":
+        index = partial(piecewise_index, alpha=ratio, beta=2 * ratio, gamma=8 * ratio)
 
-    # A bucket depends on the offset alone: decide for all offsets, then look the pairs up.
+    # A bucket depends on the offset alone: compute it for all offsets, then index by pair.
     cpu = torch.device("cpu")
     down = torch.arange(1 - height, height, device=cpu)[:, None].expand(-1, 2 * width - 1)
     right = torch.arange(1 - width, width, device=cpu).expand(2 * height - 1, -1)
     squared = down.square() + right.square()
-    # An index g becomes the id g + int(beta), in every method and on each axis
-    # (papers.md#irpe-i8); product joins both axes (papers.md#irpe-i9).
+    # The id of an index g is g + int(beta), in every method and on each axis (papers.md#irpe-i8);
+    # product numbers pairs of both axes' ids (papers.md#irpe-i9).
     shift = int(2 * ratio)
     if method == "euclidean":
         distance = squared.double().sqrt()
@@ -136,18 +140,12 @@ def bucket_ids(
 
 
 def count_used_buckets(ids: Tensor) -> int:
-    """Count the buckets that occur, as Table 1 of iRPE does: (T, T), or (tables, T, T) added up."""
+    """Count the distinct ids of (T, T), or of each table of (tables, T, T), as iRPE's Table 1."""
     return sum(table.unique().numel() for table in ids.reshape(-1, *ids.shape[-2:]))
 
 
-def _index_function(function: IndexFunction, ratio: float) -> Callable[[Tensor], Tensor]:
-    if function == "clip":
-        return lambda x: clip_index(x, 2 * ratio)
-    return lambda x: piecewise_index(x, ratio, 2 * ratio, 8 * ratio)
-
-
 def _rank(squared: Tensor, universe: Universe) -> Tensor:
-    # Ranks count from 0, among the distances that occur on this grid or on any.
+    """Rank squared distances from 0, among the distances of this grid or of an unbounded grid."""
     distances = squared
     if universe == "global":
         sides = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)

@@ -1,7 +1,7 @@
 """Resizing of the tables of a trained encoding for another grid.
 
-Most tables know no grid and stay. CoPE, SaPE and clipped offsets repeat their last row beyond the
-table, and learned absolute positions are resampled as a ViT's. Tables bound to a grid are refused.
+Most tables do not depend on a grid. Those of CoPE, SaPE and clipped offsets are cut, or extended by
+their last row; learned absolute positions are resampled. Tables bound to their grid are refused.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def carry_over(
     grid: Grid,
     trained_grid: Grid,
 ) -> dict[str, Tensor]:
-    """Return the tables of a trained encoding in the sizes of another.
+    """Return the tables of a trained encoding, resized for another grid.
 
     Args:
-        name: of both, for messages.
-        encoding: made for `grid`.
-        trained: made for `trained_grid`; its own weights are not read.
-        tables: the trained weights by their names in the encoding; may be empty.
-        grid: (rows, columns) to be served; a sequence is one row.
+        name: of the encoding, for messages.
+        encoding: the encoding for `grid`.
+        trained: the encoding for `trained_grid`; its weights are not read.
+        tables: trained weights by their names in the encoding; may be empty.
+        grid: (rows, columns) of the new grid; a sequence is one row.
         trained_grid: (rows, columns) of the training.
     """
     if grid == trained_grid:
@@ -57,7 +57,7 @@ def carry_over(
     resized = {}
     for key, table in tables.items():
         if key in targets and key.startswith("table"):
-            table = _on_other_grid(encoding, trained, table, targets[key], grid, trained_grid)
+            table = _resize(encoding, trained, table, targets[key], grid, trained_grid)
         if key in targets and table.shape != targets[key].shape:
             raise ValueError(
                 f"{text}: {key} is {tuple(table.shape)} there and {tuple(targets[key].shape)} here"
@@ -69,24 +69,24 @@ def carry_over(
 def _bound_reason(
     encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid
 ) -> str | None:
-    """Return why an encoding's weights do not serve another grid, or None."""
-    # On a row, the rank of a distance is the distance, however long the row is.
+    """Return why an encoding's weights do not fit another grid, or None."""
+    # On grids of one row, rank and distance are equal, whatever the length.
     rows = max(grid[0], trained_grid[0])
     if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
     if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
-        return "with `rescale`, its positions are those of the grid it is made for"
-    # Only `product` numbers pairs of offsets by a multiple of the reach.
-    by_reach = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
-    if by_reach and rows > 1 and encoding.reach != trained.reach:
+        return "with `rescale`, it counts in patches of the trained grid"
+    # `product` takes sinusoids of dy * (2 reach + 1) + dx.
+    product = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
+    if product and rows > 1 and encoding.reach != trained.reach:
         return (
             f"its sinusoids go by the reach, {trained.reach} there and {encoding.reach} here "
-            "(option `reach` keeps one)"
+            f"(option `reach`: set it to {trained.reach})"
         )
     return None
 
 
-def _on_other_grid(
+def _resize(
     encoding: PositionEncoding,
     trained: Any,
     table: Tensor,
@@ -96,25 +96,26 @@ def _on_other_grid(
 ) -> Tensor:
     if isinstance(encoding, ClippedPosition):
         if encoding.prefix_bucket != trained.prefix_bucket:
-            # Its shape does not fit, which the caller reports.
+            # The caller reports the shape, which does not fit.
             return table
         return table[..., _clipped_rows(encoding, trained.reach), :]
     if isinstance(encoding, ContextualPosition | SemanticPosition):
         # Positions beyond the table share its last row (papers.md#sape-s11).
         return table[..., torch.arange(target.shape[-2]).clamp(max=table.shape[-2] - 1), :]
     if isinstance(encoding, LearnedGridPosition):
-        # As one row: resampling a column of width 1 with antialias is wrong in PyTorch 2.15.
+        # As one row: PyTorch 2.15 resamples a grid of width 1 wrongly with antialias.
         return _resample(table[None], (1, len(target)))[0]
     if isinstance(encoding, LearnedPosition) and min(grid[0], trained_grid[0]) > 1:
         return _resample(table.unflatten(0, trained_grid), grid).flatten(0, 1)
     if isinstance(encoding, LearnedPosition):
-        # A sequence may be shorter than its table.
+        # A sequence may be shorter than its table, but not longer: the caller reports that.
         return table[: len(target)]
     return table
 
 
 def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
-    # Offsets beyond a reach share the row of the furthest one; the last row is the prefix's.
+    """Return the row of a table of another reach for each row of the encoding's table."""
+    # Offsets beyond the reach share the row of the furthest offset; the last row is the prefix's.
     offsets = torch.arange(-encoding.reach, encoding.reach + 1).clamp(-reach, reach) + reach
     side = 2 * reach + 1
     if encoding.offsets == "product":
@@ -123,7 +124,7 @@ def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
 
 
 def _resample(table: Tensor, grid: Grid) -> Tensor:
-    # Bicubic as timm does for a ViT.
+    """Resample a table (rows, columns, width) to another grid as timm resamples a ViT's."""
     image = at_least_float32(table).permute(2, 0, 1)[None]
     out = functional.interpolate(
         image, size=grid, mode="bicubic", antialias=True, align_corners=False

@@ -1,4 +1,4 @@
-"""Clipped offsets: the row of a table for every pair, as encodings before iRPE number them."""
+"""Tables indexed by clipped offsets, as in the encodings before iRPE."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.buckets import Method, bucket_ids, table_size
-from vlp.positions.coordinates import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens, require_patches
 from vlp.positions.lookup import LookupPosition
-from vlp.positions.options import require_choice
+from vlp.positions.options import head_width, require_choice
 
 Offsets = Literal["product", "axes", "raster"]
 
@@ -21,27 +21,26 @@ _METHODS: dict[Offsets, Method] = {"product": "product", "axes": "cross", "raste
 def clipped_ids(
     offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int = 0
 ) -> tuple[Tensor, int]:
-    """Return the row of every pair of tokens, offsets clipped to [-reach, reach] (iRPE Eq. 9).
+    """Return the table row of every pair of tokens for clipped offsets (iRPE Eq. 9).
 
-    Offsets are query minus key. `product` is how iRPE's supplement 4 brings 1D encodings to images
-    (papers.md#irpe-i9, #irpe-i15); `axes` gives each axis its own id; `raster` takes the patches as
-    one sequence.
+    Offsets are query minus key.
 
     Args:
-        offsets: product, axes or raster.
-        reach: k of Eq. 9, in patches, for raster in places of the sequence.
-        prefix_tokens: tokens without a position before the patches; every pair that touches one has
-            the last id, size - 1 (papers.md#irpe-i10).
+        offsets: "product", a row for each pair of vertical and horizontal offset, as iRPE's
+            supplement 4 adapts 1D encodings to images (papers.md#irpe-i9, #irpe-i15); "axes", a
+            table for either axis; or "raster", a row for each offset in raster order.
+        reach: k of Eq. 9, in patches; for raster in tokens.
+        prefix_tokens: tokens without a position before the patches; every pair with a prefix token
+            has the last id, size - 1 (papers.md#irpe-i10).
 
     Returns:
-        ids, int64 (tables, T, T) with T = prefix + height * width, each table's from 0 on: one
-        table, for axes two, rows then columns; and the size of one table.
+        ids, int64 (tables, T, T) with T = prefix + height * width, from 0 on in each table: for
+            axes two tables, vertical then horizontal, otherwise one; and the rows of a table.
     """
     size = clipped_size(offsets, reach, prefix_tokens)
-    # A sequence is a grid of one row, with column ids.
+    require_patches(offsets, (height, width))
+    # A sequence is a grid of one row.
     if offsets == "raster":
-        if height < 1 or width < 1:
-            raise ValueError(f"a grid of {height} x {width} has no patches")
         height, width = 1, height * width
     # iRPE's clip function reaches beta = 2 ratio.
     ids, _ = bucket_ids(_METHODS[offsets], height, width, reach / 2, "clip", prefix_tokens)
@@ -51,7 +50,7 @@ def clipped_ids(
 
 
 def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
-    """Return the rows of one table: 2 reach + 1, squared for product, and one for a prefix."""
+    """Return the rows of one table: 2 reach + 1, squared for product, plus one for a prefix."""
     require_choice("offsets", offsets, get_args(Offsets))
     if reach < 1 or reach != int(reach):
         raise ValueError(f"the reach of clipped offsets must be a whole number from 1 on: {reach}")
@@ -59,18 +58,18 @@ def clipped_size(offsets: Offsets, reach: int, prefix_tokens: int = 0) -> int:
 
 
 def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
-    """Return the reach that clips nothing on a grid: its longer side or raster length; not 0."""
+    """Return the smallest reach, at least 1, that clips no offset on a grid (rows, columns)."""
     return max((grid[0] * grid[1] if offsets == "raster" else max(grid)) - 1, 1)
 
 
 class ClippedPosition(LookupPosition):
-    """Base of encodings with one row per clipped offset: their options, and ids of all pairs.
+    """Base of encodings with a table row per clipped offset; one table serves every grid.
 
     Args:
-        name: for errors.
-        grid: (rows, columns) where the context has no grid; also for `reach` None.
-        offsets: one of the class's OFFSETS, see `clipped_ids`.
-        reach: the longest offset that has a row of its own; None: the longest one of `grid`.
+        name: of the encoding, for error messages.
+        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        offsets: see `clipped_ids`; one of the class's OFFSETS.
+        reach: the longest offset that is not clipped; None: the longest offset of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
     """
@@ -89,21 +88,16 @@ class ClippedPosition(LookupPosition):
         prefix_bucket: bool,
     ) -> None:
         super().__init__()
-        if offsets not in self.OFFSETS:
-            choices = ", ".join(self.OFFSETS)
-            raise ValueError(f"{name}: unknown offsets {offsets!r}; one of {choices}")
-        if width % heads:
-            raise ValueError(f"{name}: {heads} heads do not divide width {width}")
-        if grid is not None and min(grid) < 1:
-            raise ValueError(f"{name}: a grid of {grid[0]} x {grid[1]} has no patches")
+        require_choice(f"{name} offsets", offsets, self.OFFSETS)
+        if grid is not None:
+            require_patches(name, grid)
         if reach is None:
             if grid is None:
-                raise ValueError(f"{name} needs a reach, or a grid to take it from")
+                raise ValueError(f"{name} needs the option reach, or a grid that determines it")
             reach = longest_offset(offsets, grid)
         self.name, self.offsets, self.reach = name, offsets, reach
         self.grid = None if grid is None else (grid[0], grid[1])
-        self.head_width = width // heads
-        # Offsets beyond the reach share the row of the furthest one, so a table serves every grid.
+        self.head_width = head_width(name, width, heads)
         self.table_heads = 1 if shared_heads else heads
         self.prefix_bucket = prefix_bucket
         try:
@@ -112,13 +106,13 @@ class ClippedPosition(LookupPosition):
             raise ValueError(f"{name}: {error}") from None
 
     def _table(self, channels: int) -> nn.Parameter:
-        # Zeros leave a trained layer as it was.
+        # At zero the layer's function is unchanged.
         return nn.Parameter(torch.zeros(self.table_heads, self.size, channels))
 
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device
     ) -> Tensor:
-        """Return ids of all pairs, (tables, T, T); tokens must be prefix and grid."""
+        """Return the table rows of all pairs of tokens, (tables, T, T)."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         return cached_ids(device, self.offsets, *grid, self.reach, context.prefix_tokens)
 

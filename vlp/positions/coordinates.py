@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vlp.positions.base import PositionContext
 
-# Shares that were computed in half precision, or as x + width in float32, miss 0 and 1 by a little.
+# Tolerance of shares of the image in [0, 1]: half precision, and x + width in float32, round.
 _TOLERANCE = 1e-3
 
 
@@ -20,7 +20,7 @@ def patch_centres(
 ) -> Tensor:
     """Return x, y of the patches' centres in raster order: (rows * columns, 2).
 
-    In patches from the image's upper left corner, so the first is 0.5, 0.5.
+    They count patches from the image's upper left corner: the first is 0.5, 0.5.
     """
     rows, columns = grid
     y = torch.arange(rows, dtype=dtype, device=device) + 0.5
@@ -39,7 +39,7 @@ def patch_boxes(
 
 
 def vertical_first(coordinates: Tensor) -> Tensor:
-    """Turn (..., x, y) into (..., y, x), boxes into top, left, bottom, right (Li et al.)."""
+    """Reorder x, y to y, x and x0, y0, x1, y1 to y0, x0, y1, x1 along the last axis (Li et al.)."""
     return coordinates.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
@@ -55,15 +55,19 @@ def sequence_length(name: str, x: Tensor, context: PositionContext) -> int:
     return length
 
 
+def require_patches(name: str, grid: tuple[int, int]) -> None:
+    """Raise ValueError for a grid (rows, columns) without patches."""
+    if min(grid) < 1:
+        raise ValueError(f"{name}: a grid of {grid_size(grid)} has no patches")
+
+
 def require_grid(name: str, grid: tuple[int, int], x: Tensor, context: PositionContext) -> None:
-    """Require that the tokens of x (B, T, width) are the prefix and this grid."""
-    rows, columns = grid
-    if rows < 1 or columns < 1:
-        raise ValueError(f"{name}: a grid of {rows} x {columns} has no patches")
-    tokens = context.prefix_tokens + rows * columns
+    """Raise ValueError unless the tokens of x (B, T, width) are the prefix and this grid."""
+    require_patches(name, grid)
+    tokens = context.prefix_tokens + grid[0] * grid[1]
     if x.shape[-2] != tokens:
         raise ValueError(
-            f"{name}: {context.prefix_tokens} prefix tokens and a {rows} x {columns} grid "
+            f"{name}: {context.prefix_tokens} prefix tokens and a {grid_size(grid)} grid "
             f"are {tokens} tokens, not {x.shape[-2]}"
         )
 
@@ -84,23 +88,23 @@ def token_coordinates(
 ) -> Tensor:
     """Return coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
 
-    The unit is a patch, whatever the grid's size (each image's own where the context has `grids`),
-    or with `extent` that share of the image's width and height. Points in patches count from the
-    centre of the first patch, so patch (row, column) is at x = column, y = row; all other numbers
+    They are the context's coordinates, or else of the patches of its grid, or else of `grid`.
+    Without `extent` they count patches (of each image's grid where the context has `grids`); with
+    it they range from 0 to `extent` over the image. Points in patches count from the centre of the
+    first patch: patch (row, column) is at x = column, y = row. Boxes, and points with `extent`,
     count from the image's corner.
 
     Args:
-        name: of the encoding, for errors.
+        name: of the encoding, for error messages.
         dimensions: 2 for points, 4 for boxes.
-        x: (B, T, width); its shape, device and number type count.
+        x: (B, T, width); only its shape, device and dtype are read.
         grid: (rows, columns) where the context has no grid.
         extent: width and height of the image in the result's unit; None counts patches.
 
     Returns:
-        (B or 1, T - prefix, dimensions); x's number type, float32 for half precision.
+        (B or 1, T - prefix, dimensions) in the dtype of x, float32 for half precision.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    # The context's coordinates come first, else patches lie on its grid, else on the options'.
     size = context.grid or grid
     if context.coordinates is None:
         if size is None:
@@ -111,7 +115,8 @@ def token_coordinates(
         patch_coordinates = patch_boxes if dimensions == 4 else patch_centres
         coordinates = patch_coordinates(size, dtype, x.device)[None]
         if extent is not None:
-            return coordinates * _along_axes(extent / size[1], extent / size[0], coordinates)
+            factors = coordinates.new_tensor([extent / size[1], extent / size[0]])
+            return coordinates * factors.repeat(dimensions // 2)
     else:
         coordinates = _check_coordinates(name, dimensions, x, context, context.coordinates).to(
             x.device, dtype
@@ -131,15 +136,10 @@ def token_coordinates(
 def patches_per_side(
     shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
 ) -> Tensor | None:
-    """Return the (B or 1, 1, 2) columns and rows of images: of `grids`, else `grid`, else None."""
+    """Return columns and rows by `grids`, or else by `grid`, (B or 1, 1, 2), or else None."""
     if grids is not None:
         return grids.to(shares).flip(-1)[:, None]
     return None if grid is None else shares.new_tensor([[[grid[1], grid[0]]]])
-
-
-def _along_axes(horizontal: float, vertical: float, like: Tensor) -> Tensor:
-    factors = [horizontal, vertical] * (like.shape[-1] // 2)
-    return torch.tensor(factors, dtype=like.dtype, device=like.device)
 
 
 def _check_coordinates(
@@ -154,7 +154,7 @@ def _check_coordinates(
             f"{name} needs coordinates ({x.shape[0]} or 1, {expected[0]}, {expected[1]}) for "
             f"{x.shape[-2]} tokens of which {context.prefix_tokens} are prefix, not {shape}"
         )
-    # One comparison that NaN fails, too.
+    # In this form NaN is refused, too.
     if not bool(((coordinates >= -_TOLERANCE) & (coordinates <= 1 + _TOLERANCE)).all()):
         low, high = coordinates.min().item(), coordinates.max().item()
         raise ValueError(
@@ -164,20 +164,20 @@ def _check_coordinates(
 
 
 def grid_size(grid: tuple[int, int]) -> str:
-    """Return a grid's rows and columns as messages name them."""
+    """Return a grid as "ROWS x COLUMNS"."""
     return f"{grid[0]} x {grid[1]}"
 
 
 def resolve_grid(
     name: str, context: PositionContext, grid: tuple[int, int] | None
 ) -> tuple[int, int]:
-    """Return the context's grid, else the options' `grid`, as (rows, columns)."""
+    """Return the context's grid, or else `grid`, as (rows, columns)."""
     if context.grid is not None:
         return context.grid
     if context.coordinates is not None:
         raise ValueError(
-            f"{name} needs a grid, but these tokens have coordinates, as those of a batch have "
-            "where images are padded or their grids differ: batch images of one grid, unpadded"
+            f"{name} needs a grid, but these tokens have coordinates, as in a batch of padded "
+            "images or of different grids: batch images of one grid, unpadded"
         )
     if grid is None:
         raise ValueError(f"{name} needs a grid, in its options or in the context")
@@ -192,10 +192,10 @@ def require_grid_tokens(
     keys: int,
     prefix_bucket: bool = True,
 ) -> tuple[int, int]:
-    """Return the grid (rows, columns) of self-attention over a prefix and a whole grid.
+    """Return the grid (rows, columns) of self-attention over the prefix and a whole grid.
 
     Args:
-        name: the encoding's, for the message.
+        name: of the encoding, for error messages.
         grid: (rows, columns) where the context has no grid.
         queries: number of query tokens.
         keys: number of key tokens.

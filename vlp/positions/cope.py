@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.options import head_width
 from vlp.precision import full_precision
 
 
@@ -23,35 +24,30 @@ def cope_bias(
     bias_scale: float = 1.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return q_i . e(p_ij) for scaled logits (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4,
-    #sape-s11).
+    """Return the bias q_i . e(p_ij) of scaled logits, (..., T, T) in the query's dtype.
 
-    The position of key j for query i is p_ij = sum over t = j..i of sigmoid(q_i . k_t), both ends
-    included (papers.md#sape-s2). Half precision is computed in float32, also under autocast.
+    The position of key j for query i is p_ij, the sum over t = j..i of sigmoid(q_i . k_t), or with
+    `causal` False over t = j..T-1 (Eqs 7, 8, 11; papers.md#sape-s1 to #sape-s4). Half precision is
+    computed in float32, also under autocast.
 
     Args:
         query: (..., T, d).
         key: (..., T, d).
-        table: (P, d), the vectors e of positions 0 .. P-1, or (heads, P, d); the last row serves
-            all positions beyond (papers.md#sape-s11). T + 1 rows tell all positions apart.
-        causal: whether keys after the query exist; it does not mask them, the caller does.
+        table: (P, d), the vectors e of positions 0 .. P-1, or (heads, P, d); positions beyond share
+            the last row (papers.md#sape-s11). T + 1 rows suffice for every position.
+        causal: keys after the query are not counted and have bias 0; the caller masks them.
         gate_scale: factor of q . k inside the gate; 1 as printed, d^-0.5 as in the authors'
             training code (papers.md#sape-s1).
         bias_scale: factor of the bias; 1 as in the paper's listing, d^-0.5 as in the authors'
             training code (papers.md#sape-s3).
-        mask: (..., T), True = real; other keys are not counted. None counts all.
-
-    Returns:
-        (..., T, T) in the query's type; with `causal` 0 above the diagonal.
+        mask: (..., T) bool, True = counted; None counts all keys.
     """
     require_shapes("CoPE", query, key, table)
     with torch.autocast(query.device.type, enabled=False):
         wide_query, wide_key, table = full_precision(query, key, table)
-        # A query gates each key, and the gates between both sum to the key's position.
         gates = gate(wide_query, wide_key, gate_scale)
         if mask is not None:
             gates = gates * mask.unsqueeze(-2)
-        # Without a causal mask the sum runs to the end of the row (papers.md#sape-s4).
         if causal:
             gates = gates.tril()
         positions = count_from_end(gates)
@@ -62,17 +58,17 @@ def cope_bias(
 class ContextualPosition(PositionEncoding):
     """`cope`: contextual position encoding of one self-attention layer (Golovneva et al. 2024).
 
-    Tokens after the prefix are a sequence, an image's patches in raster order, as in the CoPE
-    baseline of SaPE. Prefix tokens are not counted and their pairs have bias 0. Any grid and length
-    works; positions beyond the table share its last row (papers.md#sape-s11). Padding after a text
-    counts like words where `causal` is False.
+    Tokens after the prefix are a sequence; patches are in raster order, as in the CoPE baseline of
+    SaPE. Prefix tokens are not counted, and their pairs have bias 0. Any grid and length works;
+    positions beyond the table share its last row (papers.md#sape-s11). Without `causal` the padding
+    of a text is counted like words.
 
     Args:
         width, heads: channels and attention heads of the layer.
         length: the longest sequence with distinct positions; the table has length + 1 rows
-            (papers.md#sape-s2). rows * columns where only `grid` is given.
+            (papers.md#sape-s2). None: rows * columns of `grid`.
         grid: (rows, columns) of the patches.
-        causal: see `cope_bias`; False, as images and BERT attend to both sides.
+        causal: see `cope_bias`; False for images and BERT.
         shared_heads: one table for all heads, as in the authors' code (papers.md#sape-s10).
         gate_scale, bias_scale: see `cope_bias`.
     """
@@ -92,8 +88,7 @@ class ContextualPosition(PositionEncoding):
         bias_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"cope: {heads} heads do not divide width {width}")
+        channels = head_width("cope", width, heads)
         patches = None if grid is None else grid[0] * grid[1]
         length = patches if length is None else length
         if length is None or length < 1 or (patches is not None and patches != length):
@@ -102,11 +97,11 @@ class ContextualPosition(PositionEncoding):
             )
         self.causal, self.gate_scale, self.bias_scale = causal, gate_scale, bias_scale
         rows = 1 if shared_heads else heads
-        # Zero as in the authors' code, which leaves a trained layer as it was.
-        self.table = nn.Parameter(torch.zeros(rows, length + 1, width // heads))
+        # Zero as in the authors' code: the layer's function is unchanged.
+        self.table = nn.Parameter(torch.zeros(rows, length + 1, channels))
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return q_i . e(p_ij) of tokens after the prefix, (B, heads, T, T) in the query's type."""
+        """Return `cope_bias` of the tokens after the prefix, 0 for the prefix: (B, heads, T, T)."""
         prefix, tokens = context.prefix_tokens, query.shape[-2]
         if key.shape[-2] != tokens or tokens < prefix:
             raise ValueError(
@@ -131,30 +126,27 @@ class ContextualPosition(PositionEncoding):
 
 
 def gate(query: Tensor, key: Tensor, scale: float = 1.0) -> Tensor:
-    """Gate each key for each query, sigmoid(scale q . k) (Eqs 7, 9; papers.md#sape-s1).
-
-    (..., T, d) twice -> (..., T, T), in [0, 1].
-    """
+    """Return sigmoid(scale q . k) of queries and keys (..., T, d), (..., T, T) (Eqs 7, 9)."""
     return torch.sigmoid((scale * query) @ key.transpose(-2, -1))
 
 
 def count_from_end(gates: Tensor) -> Tensor:
-    """Sum of the gates from each key to the end of the row, the key's own included; same shape."""
+    """Sum the gates from each key, inclusive, to the end of its row: a reversed cumulative sum."""
     return gates.flip(-1).cumsum(-1).flip(-1)
 
 
 def interpolate(values: Tensor, positions: Tensor) -> Tensor:
-    """Interpolate linearly between whole positions (Eqs 11, 14; papers.md#sape-s11): (..., T, N).
+    """Interpolate values linearly between whole positions (Eqs 11, 14; papers.md#sape-s11).
 
-    `values` (..., T, P) are at positions 0 .. P-1; `positions` (..., T, N) are clamped to these.
+    `values` (..., T, P) are at the positions 0 .. P-1; `positions` (..., T, N) are clamped.
     """
     last = values.shape[-1] - 1
     shape = torch.broadcast_shapes(values.shape[:-1], positions.shape[:-1])
     values = values.expand(*shape, -1)
     positions = positions.expand(*shape, -1)
-    # From below too, as NaN has no whole part and must not become an index outside the table.
+    # Clamped at 0, too: NaN, which has no whole part, must not become an index outside the table.
     lower = positions.long().clamp(0, last)
-    # No step leads beyond the last position.
+    # The slope beyond the last position is 0.
     steps = functional.pad(values.diff(dim=-1), (0, 1))
     return values.gather(-1, lower) + (positions - lower) * steps.gather(-1, lower)
 

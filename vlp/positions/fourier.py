@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -11,66 +11,63 @@ from torch import Tensor, nn
 from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import require_extent, token_coordinates
 from vlp.positions.modulator import Modulator
-from vlp.positions.options import require_defaults
+from vlp.positions.options import require_choice, require_defaults
 
 
 def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
-    """Return r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T] (Eq. 2, papers.md#fourier-f1 and
-    #fourier-f4).
+    """Return r_x = 1 / sqrt(F) [cos x W_r^T, sin x W_r^T] (Eq. 2, papers.md#fourier-f4).
 
     **Reconstruction (papers.md#fourier-f1)**: the available text lost the formula; its prefactor is
-    taken from Algorithm 1, with F the number of features. r_x . r_y is a function of x - y alone
-    (Eq. 3); where the rows of W_r are drawn from N(0, gamma^-2), it tends to a Gaussian kernel of
-    width gamma as F grows (Eq. 5, papers.md#fourier-f3).
+    that of Algorithm 1, with F the number of features. r_x . r_y is a function of x - y alone
+    (Eq. 3). If W_r is drawn from N(0, gamma^-2), it tends to a Gaussian kernel of width gamma as F
+    grows (Eq. 5, papers.md#fourier-f3).
 
     Args:
         coords: (..., M), in the unit of gamma.
-        weight: W_r (F / 2, M), radians a unit.
+        weight: W_r (F / 2, M), radians per unit.
 
     Returns:
-        (..., F), cosines and then sines; half precision is computed in float32.
+        (..., F), cosines, then sines; half precision is computed in float32.
     """
     if weight.ndim != 2 or not len(weight) or weight.shape[1] != coords.shape[-1]:
         raise ValueError(
-            f"a weight (features / 2, {coords.shape[-1]}) belongs to coordinates "
-            f"{tuple(coords.shape)}, not {tuple(weight.shape)}"
+            f"coordinates {tuple(coords.shape)} need a weight (features / 2, {coords.shape[-1]}), "
+            f"not {tuple(weight.shape)}"
         )
-    out = torch.promote_types(coords.dtype, weight.dtype)
-    dtype = torch.promote_types(out, torch.float32)
-    # Not a matrix product: autocast and TF32 would round the angles, which grow with the image.
+    out_dtype = torch.promote_types(coords.dtype, weight.dtype)
+    dtype = torch.promote_types(out_dtype, torch.float32)
+    # Not a matrix product, in which autocast and TF32 would round the angles.
     terms = [
         coordinate.unsqueeze(-1) * column
         for coordinate, column in zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
     ]
     angles = reduce(torch.add, terms)
-    # r . r = 1/2 for every position.
+    # Every position has the squared norm 1/2.
     features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
-    return features.to(out)
+    return features.to(out_dtype)
 
 
 def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) -> Tensor:
     """Return KL(N(mu, s^2) || N(0, s_t^2)) for mean mu and variance s^2 of W_r (Eq. 10).
 
     **Reconstruction (papers.md#fourier-f8)**: the available text lost the formula. The direction is
-    from the weights to the target with mean 0; mu and s^2 (population variance) are pooled over all
-    entries, or with `per_dim` the divergences of all coordinates are averaged.
+    from the weights to the target; s^2 is the population variance.
 
     Args:
         weight: W_r (F / 2, M).
         log_variance: ln s_t^2, a scalar.
-        per_dim: moments of every coordinate instead of all entries.
+        per_dim: average the divergences of the M coordinates; False pools mu and s^2 over all
+            entries, which allows one direction higher frequencies than another.
 
     Returns:
-        A scalar, never negative, finite with its gradient also for equal weights.
+        A scalar, at least 0, finite with its gradient also for equal weights.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    # Pooled moments cannot see that one direction has higher frequencies than another, though the
-    # paper wants symmetry along all.
     columns = weight.to(dtype) if per_dim else weight.to(dtype).reshape(-1, 1)
     if weight.ndim != 2 or len(columns) < 2:
         raise ValueError(f"a weight of shape {tuple(weight.shape)} has no spread to regularise")
     mean = columns.mean(0)
-    # Equal weights have variance 0, of which the logarithm must stay finite.
+    # Clamped, as the variance of equal weights is 0, without a logarithm.
     variance = columns.var(0, correction=0).clamp(min=torch.finfo(dtype).tiny)
     log_variance = log_variance.to(dtype)
     ratio = (variance + mean.square()) * (-log_variance).exp()
@@ -81,37 +78,35 @@ def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) 
 class FourierPosition(TokenEncoding):
     """`fourier`: learnable Fourier features and an MLP, in place of a table (Algorithm 1).
 
-    Coordinates are split into `groups` in their order (x, y; x0, y0, x1, y1); all groups share W_r
-    and the MLP, give width / groups channels each, and are concatenated (papers.md#fourier-f7).
-    With boxes (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768
-    channels, 384 features and 32 hidden the parameters are 38,048 (papers.md#fourier-f13).
+    Coordinates (x, y or x0, y0, x1, y1) are split into `groups` in this order, which share W_r and
+    the MLP; each group gives width / groups channels (papers.md#fourier-f7). For boxes
+    (`dimensions` 4) 1, 2 and 4 groups are the paper's 1/4, 2/2 and 4/1. With 768 channels, 384
+    features and 32 hidden channels there are 38,048 parameters (papers.md#fourier-f13).
 
-    Coordinates count patches unless `extent` is set: gamma is then the distance, in patches, over
-    which similarity falls, on every grid. With `extent` 1 they are the shares of the image that
-    DETR normalises to, and gamma is a share. Coordinates of the context are shares and need either
-    `extent` or a grid. Grids of every size and shape work. Prefix tokens get no position.
+    Without `extent` coordinates count patches, so similarity falls over gamma patches on every
+    grid. With `extent` 1 they are shares of the image, as in DETR. The context's coordinates are
+    shares and need `extent` or a grid. Any grid works. Prefix tokens get no position.
 
     **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), a variance.
 
     Args:
         width: channels of the tokens.
         grid: (rows, columns) where the context has no grid.
-        dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
-        groups: parts of the coordinates that are encoded alike.
-        features: F of a group, even; None takes half the width, as the paper's Reformer does, and
-            without an MLP the width of a group.
-        hidden: H of the MLP.
-        gamma: distance scale of the start.
-        extent: the image's width and height in the unit of gamma; None counts patches.
-        learnable: train W_r; else it is the paper's fixed Fourier features.
-        mlp: modulate by an MLP (Eq. 6); else the features are the position ('Learnable-Fourier').
-        projection: without an MLP, one dense layer from features to channels.
-        initialisation: "normal", or "uniform" in [0, 1] as in Table 6, where gamma plays no part.
+        dimensions: 2 for points x, y, 4 for boxes; each patch of a grid is a box.
+        groups: number of groups of coordinates.
+        features: F of a group, even; None: half the width, as in the paper's Reformer, or without
+            MLP and projection the width of a group.
+        hidden: hidden channels H of the MLP.
+        gamma: initial distance scale, in patches or the unit of `extent`.
+        extent: the image's width and height; None counts patches.
+        learnable: train W_r; False: the paper's fixed Fourier features.
+        mlp: apply an MLP (Eq. 6); False: the features are the position ('Learnable-Fourier').
+        projection: without an MLP, apply one dense layer.
+        initialisation: "normal", or "uniform" in [0, 1] as in Table 6, without gamma.
         approximate: see `Modulator`.
-        dropout: in the MLP, after the activation (papers.md#fourier-f6).
-        norm: LayerNorm before each dense layer of the MLP (papers.md#fourier-f6): positions differ
-            by 0.5 a channel at the start, in place of 0.02.
-        regularised: learn the target variance of `regulariser`, which starts at gamma^-2.
+        dropout: see `Modulator`.
+        norm: see `Modulator`; initial positions then differ by 0.5 per channel instead of 0.02.
+        regularised: learn the target variance of `regulariser`, initially gamma^-2.
         mixer: see `TokenEncoding`.
     """
 
@@ -149,34 +144,30 @@ class FourierPosition(TokenEncoding):
             raise ValueError(f"fourier: {features} features are no pairs of cosine and sine")
         if not (mlp or projection) and features != group_width:
             raise ValueError(
-                f"fourier: without MLP and projection the features are the position of width "
-                f"{width}, {group_width} for each of {groups} groups, not {features}"
+                f"fourier: without mlp and projection each of {groups} groups needs {group_width} "
+                f"features, its part of width {width}, not {features}"
             )
         if mlp and projection:
-            raise ValueError("fourier: the projection is for features without an MLP")
+            raise ValueError("fourier: projection needs mlp=False")
         if not mlp:
-            mlp_options = {
-                "hidden": hidden,
-                "approximate": approximate,
-                "dropout": dropout,
-                "norm": norm,
-            }
-            require_defaults("fourier", FourierPosition, "without the MLP", **mlp_options)
+            refuse = partial(require_defaults, "fourier", FourierPosition, "without the MLP")
+            refuse(hidden=hidden, approximate=approximate, dropout=dropout, norm=norm)
         if regularised and not learnable:
-            raise ValueError("fourier: fixed features have nothing to regularise")
+            raise ValueError("fourier: regularised needs learnable=True")
         if not 0 < gamma < math.inf:
             raise ValueError(f"fourier: gamma must be positive, not {gamma}")
         require_extent("fourier", extent)
         self.dimensions, self.groups, self.extent = dimensions, groups, extent
         self.grid = None if grid is None else (grid[0], grid[1])
 
-        start = _start((features // 2, dimensions // groups), initialisation, gamma)
+        shape = features // 2, dimensions // groups
+        frequencies = _initial_frequencies(shape, initialisation, gamma)
         self.frequencies: Tensor
         if learnable:
-            self.frequencies = nn.Parameter(start)
+            self.frequencies = nn.Parameter(frequencies)
         else:
-            self.register_buffer("frequencies", start)
-        # Learned as a logarithm, so that the variance stays positive (papers.md#fourier-f9).
+            self.register_buffer("frequencies", frequencies)
+        # As a logarithm, so that the variance stays positive (papers.md#fourier-f9).
         target = torch.tensor(-2 * math.log(gamma))
         self.log_variance = nn.Parameter(target) if regularised else None
         self.modulator: nn.Module | None = None
@@ -200,9 +191,7 @@ class FourierPosition(TokenEncoding):
     def regulariser(self, strength: float = 1.0, per_dim: bool = False) -> Tensor:
         """Return strength * KL of the weights against the learned target, a term of the loss.
 
-        The value of lambda in Eq. 11, the strength, is lost in the available text
-        (papers.md#fourier-f10). Under wrappers that gather weights call `encoding("regulariser",
-        strength)`.
+        The strength is lambda of Eq. 11 (papers.md#fourier-f10). Call it by `call_method`.
         """
         if self.log_variance is None:
             raise ValueError("fourier: the regulariser needs the option regularised=True")
@@ -212,14 +201,14 @@ class FourierPosition(TokenEncoding):
 class MLPPosition(TokenEncoding):
     """`mlp`: the MLP of the Fourier encoder on raw coordinates, the paper's 'MLP' ablation.
 
-    Coordinates are shares of the image by default (`extent` 1), as in DETR. Grids of every size and
-    shape work. Prefix tokens get no position.
+    Coordinates are shares of the image by default (`extent` 1), as in DETR. Any grid works. Prefix
+    tokens get no position.
 
     Args:
         width: channels of the tokens.
         grid: (rows, columns) where the context has no grid.
-        dimensions: 2 for points x, y, 4 for boxes; on a plain grid each patch is its own box.
-        hidden: channels between both layers.
+        dimensions: 2 for points x, y, 4 for boxes; each patch of a grid is a box.
+        hidden: hidden channels of the MLP.
         extent: the image's width and height in the unit of the coordinates; None counts patches.
         approximate: see `Modulator`.
         dropout: see `Modulator`.
@@ -238,7 +227,6 @@ class MLPPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("mlp", width, mixer)
-        # `extent` is 1 by default, as patch counts lie far outside the first layer's start.
         if dimensions not in (2, 4):
             raise ValueError(f"mlp positions have 2 or 4 dimensions, not {dimensions}")
         require_extent("mlp", extent)
@@ -253,10 +241,7 @@ class MLPPosition(TokenEncoding):
         )
 
 
-def _start(shape: tuple[int, int], initialisation: str, gamma: float) -> Tensor:
-    if initialisation == "normal":
-        # A widely copied port takes gamma^-2 for the deviation, which is 1 / gamma.
-        return torch.randn(shape) / gamma
-    if initialisation == "uniform":
-        return torch.rand(shape)
-    raise ValueError(f"fourier: unknown initialisation {initialisation!r}; one of normal, uniform")
+def _initial_frequencies(shape: tuple[int, int], initialisation: str, gamma: float) -> Tensor:
+    require_choice("fourier initialisation", initialisation, ("normal", "uniform"))
+    # Variance gamma^-2: a widely copied port takes that for the standard deviation, 1 / gamma.
+    return torch.randn(shape) / gamma if initialisation == "normal" else torch.rand(shape)

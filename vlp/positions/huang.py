@@ -13,12 +13,11 @@ def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> lis
     """Return the terms of iRPE's Eq. 11: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
 
     Args:
-        query: (batch, heads, T, channels).
-        key: the same.
-        table: (1 or heads, rows, channels), the same for queries and keys.
-        ids: int64 (tables, T, T), rows of the table, query before key.
+        query, key: (batch, heads, T, channels).
+        table: (1 or heads, rows, channels), for both queries and keys.
+        ids: int64 (tables, T, T), rows of the table, query by key.
     """
-    # In the printed numerator (q_i + p_ij)(k_j + p_ij) - p_ij p_ij the square of p_ij cancels.
+    # The printed numerator is (q_i + p_ij)(k_j + p_ij) - p_ij p_ij; the squares cancel.
     scale = query.shape[-1] ** -0.5
     return [
         products(query, table, ids, scale),
@@ -30,20 +29,18 @@ class HuangPosition(ClippedPosition):
     """Relative positions of Huang et al. 2020, on images as iRPE compares them (Eq. 11).
 
     On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
-    (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on queries and
-    keys, which read one table. The default reach has the 7 x 7 + 1 = 50 rows of Table 5's costs.
+    (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" and one table
+    for queries and keys. With the default reach it has the 7 x 7 + 1 = 50 rows of Table 5's costs.
 
-    Offsets beyond the reach share the row of the furthest one, axis by axis, and pairs with prefix
-    tokens have a row (papers.md#irpe-i10). The table starts at zero, which leaves the layer as it
-    was.
+    Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
+    (papers.md#irpe-i10). The table starts at zero, at which the layer's function is unchanged.
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid; also for `reach` None.
-        offsets: "product", or "raster" for the 1D encoding over patches in raster order or a
-            sentence.
-        reach: the longest offset with its own row, per axis, in patches; None: the longest of
-            `grid`.
+        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        offsets: "product", or "raster" for a sentence, or for patches as a sequence.
+        reach: the longest offset of an axis, in patches, that is not clipped; None: the longest
+            offset of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the table has a row for pairs with prefix tokens.
     """

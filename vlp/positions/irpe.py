@@ -13,7 +13,7 @@ from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.coordinates import grid_size, require_grid_tokens
 from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
-from vlp.positions.options import require_defaults
+from vlp.positions.options import head_width, require_choice, require_defaults
 
 ROLES = ("query", "key", "value")
 
@@ -21,27 +21,27 @@ ROLES = ("query", "key", "value")
 class RelativePosition(LookupPosition):
     """Image relative position encoding of one self-attention layer (Wu et al. 2021).
 
-    Each role owns one table (1 or heads, rows, head width), in bias mode (1 or heads, rows).
-    Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before the root (Eqs 15, 16) and
-    sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). One table serves
-    every grid, except quantization by rank on the grid (papers.md#irpe-i6). Tables start at zero,
-    which leaves the layer as it was. A sentence is a grid of one row.
+    Each role has a table r (1 or heads, rows, head width), in bias mode (1 or heads, rows).
+    Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before they are scaled (Eqs 15, 16)
+    and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). One table
+    serves every grid, except quantization by rank on the grid (papers.md#irpe-i6). Tables start at
+    zero, at which the layer's function is unchanged. A sentence is a grid of one row.
 
     Args:
         method: euclidean, quantization, cross or product.
         width, heads: channels and attention heads of the layer.
         grid: (rows, columns) where the context has no grid; quantization by rank is bound to it.
         mode: "contextual" or "bias".
-        roles: which of query, key, value carry the position; bias mode excludes values
+        roles: which of query, key, value have positions; bias mode excludes values
             (papers.md#irpe-i14).
         shared_heads: one table for all heads, as in the paper's final models (papers.md#irpe-i13).
-        ratio: size of the tables, see `bucket_ids`; 1.9 gives product 50 rows.
+        ratio: determines the rows of a table, see `bucket_ids`; with 1.9 product has 50 rows.
         function: "piecewise" or "clip".
         prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
-        q_ids_transposed: cross and product only; look the query table up at [j, i], as the authors'
+        q_ids_transposed: cross and product only; read the query table at [j, i], as the authors'
             code does (papers.md#irpe-i11).
-        bias_inside_scale: bias mode only; divide the bias by the root of the head width as Eq. 13
-            does, where the authors' code does not (papers.md#irpe-i12).
+        bias_inside_scale: bias mode only; divide the bias by sqrt(head width) as in Eq. 13, unlike
+            the authors' code (papers.md#irpe-i12).
         pre_round, variant, universe: see `bucket_ids`.
     """
 
@@ -68,16 +68,14 @@ class RelativePosition(LookupPosition):
     ) -> None:
         super().__init__()
         self.name = f"irpe-{method}"
-        if mode not in ("contextual", "bias"):
-            raise ValueError(f"{self.name}: unknown mode {mode!r}; one of contextual, bias")
+        require_choice(f"{self.name} mode", mode, ("contextual", "bias"))
         if not roles or set(roles) - set(ROLES):
             raise ValueError(f"{self.name}: roles {tuple(roles)} are not some of {ROLES}")
         if mode == "bias" and "value" in roles:
             raise ValueError(f"{self.name}: bias mode has no encoding on values (Eq. 14)")
         if mode != "bias" and not bias_inside_scale:
-            raise ValueError(f"{self.name}: bias_inside_scale is a choice of bias mode")
-        if width % heads:
-            raise ValueError(f"{self.name}: {heads} heads do not divide width {width}")
+            raise ValueError(f"{self.name}: bias_inside_scale=False needs mode='bias'")
+        channels = head_width(self.name, width, heads)
         self.buckets: dict[str, Any] = {
             "method": method,
             "ratio": ratio,
@@ -97,25 +95,25 @@ class RelativePosition(LookupPosition):
             )
         self.grid = None if grid is None else (grid[0], grid[1])
         if self.fixed_grid:
-            # Its table has one size on every grid, so the weights say which grid they rank.
+            # The table has the same shape on every grid, so the state holds the grid, too.
             self.register_buffer("ranked_grid", torch.tensor(self.grid))
             self.register_load_state_dict_pre_hook(_check_ranked_grid)
         self.mode = mode
         self.roles = tuple(role for role in ROLES if role in roles)
         self.prefix_bucket, self.q_ids_transposed = prefix_bucket, q_ids_transposed
-        self.scale = (width // heads) ** -0.5 if bias_inside_scale else 1.0
+        self.scale = channels**-0.5 if bias_inside_scale else 1.0
 
         self.size = table_size(method, ratio, int(prefix_bucket))
-        # The two tables of `cross` lie one after the other, first rows, then columns.
+        # The two tables of `cross` are concatenated, rows, then columns.
         shape = [1 if shared_heads else heads, self.size * (2 if method == "cross" else 1)]
         if mode == "contextual":
-            shape.append(width // heads)
+            shape.append(channels)
         self.tables = nn.ParameterDict(
             {role: nn.Parameter(torch.zeros(shape)) for role in self.roles}
         )
 
     def _require_effect(self, roles: Sequence[str], q_ids_transposed: bool) -> None:
-        """Raise ValueError for options that the method or the roles leave without effect."""
+        """Raise ValueError for options that have no effect with this method or these roles."""
         refuse = partial(require_defaults, self.name, RelativePosition)
         method, pre_round, variant, universe = (
             self.buckets[name] for name in ("method", "pre_round", "variant", "universe")
@@ -133,21 +131,19 @@ class RelativePosition(LookupPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks that the roles need."""
-        # Without `value` attention stays fused.
-        hooks = {"value" if role == "value" else "bias" for role in self.roles}
-        return frozenset(hooks)
+        """Return the hooks of the roles."""
+        # Without the hook `value` attention may be fused.
+        return frozenset("value" if role == "value" else "bias" for role in self.roles)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return b_ij over the root of the head width (Eqs 13-16), a term for each role."""
+        """Return the terms of b_ij of keys and of queries, scaled (Eqs 13-16)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         terms = []
         if "key" in self.roles:
             terms.append(self._lookup(query, "key", ids))
         if "query" in self.roles:
-            # Keys take the place of queries: row j of the product, read at [i, j].
-            pairs = ids.mT if self.q_ids_transposed else ids
-            terms.append(self._lookup(key, "query", pairs, of_keys=True))
+            query_ids = ids.mT if self.q_ids_transposed else ids
+            terms.append(self._lookup(key, "query", query_ids, of_keys=True))
         return terms
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
@@ -156,7 +152,7 @@ class RelativePosition(LookupPosition):
         return attended_rows(attention, self.tables["value"], ids)
 
     def _lookup(self, states: Tensor, role: str, ids: Tensor, of_keys: bool = False) -> Lookup:
-        """Return states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
+        """Look up states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
         if self.mode == "bias":
             return scalars(self.tables[role], ids, self.scale)
         return products(states, self.tables[role], ids, self.scale, of_keys)
@@ -164,7 +160,7 @@ class RelativePosition(LookupPosition):
     def _ids(
         self, context: PositionContext, queries: int, keys: int, device: torch.device
     ) -> Tensor:
-        """Return the rows of the table for every pair, (tables, T, T)."""
+        """Return the table rows of all pairs of tokens, (tables, T, T)."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
         if self.fixed_grid and self.grid is not None and grid != self.grid:
             raise ValueError(
@@ -184,7 +180,7 @@ class RelativePosition(LookupPosition):
 def _check_ranked_grid(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
 ) -> None:
-    # The table of another grid is an error, except for rows, on which a rank is the distance.
+    # The table of another grid is an error, but grids of one row have equal ranks.
     assert isinstance(module, RelativePosition)
     grid, name = module.grid, f"{prefix}ranked_grid"
     if grid is None or name not in state or state[name].is_meta:
@@ -201,7 +197,7 @@ def _check_ranked_grid(
 
 @cached_constant(maxsize=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
-    """Return ids (tables, T, T) on a device, the second table's after the first's."""
+    """Return `bucket_ids` (tables, T, T); ids of a second table continue from the first table."""
     ids, _ = bucket_ids(**buckets)
     if ids.ndim == 2:
         return ids[None].to(device)

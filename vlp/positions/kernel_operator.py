@@ -1,4 +1,4 @@
-"""A function that launches kernels, as an operator of `torch.library`."""
+"""Kernel launches as operators of `torch.library`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ _PLAIN = Tensor, nn.Parameter
 
 
 class KernelOperator:
-    """Function that runs as the operator `vlp::name` where something traces, else directly.
+    """Function that runs as the operator `vlp::name` under tracing, otherwise directly.
 
-    `torch.compile`, fake tensors and dispatch modes see the operator, which breaks no graph.
+    `torch.compile`, fake tensors and dispatch modes see one opaque operator.
 
     Args:
         name: of the operator.
-        function: the launch, with types for `torch.library.custom_op`; its first argument is a
-            tensor.
-        fake: makes empty results for the same arguments.
+        function: launches the kernel; its first argument is a tensor.
+        fake: allocates results of the same shapes for the same arguments.
         setup_context: as of `torch.autograd.Function`, called with (ctx, inputs, output).
-        differentiate: its `backward`, differentiable no further; None has no gradient.
+        differentiate: as `backward` of `torch.autograd.Function`; no second derivatives. None: the
+            operator has no gradient.
+        schema: of `torch.library.custom_op`; None: from the type annotations of `function`.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class KernelOperator:
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
         differentiate: Differentiate | None = None,
+        schema: str | None = None,
     ) -> None:
-        operator = torch.library.custom_op(f"vlp::{name}", function, mutates_args=())
+        operator = torch.library.custom_op(f"vlp::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         self.direct = function
         if differentiate is not None:
@@ -47,8 +49,8 @@ class KernelOperator:
         self.operator = getattr(torch.ops.vlp, name)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the function, or the operator where something traces."""
-        # Direct calls spare the dispatcher's checks, which take the host longer than the launch.
+        """Call the function, or the operator under tracing."""
+        # The dispatcher's checks take the host longer than the launch of a kernel.
         traced = (
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()
@@ -62,7 +64,7 @@ def _autograd_function(
     function: Callable[..., Any], setup_context: Callable[..., None], differentiate: Differentiate
 ) -> Callable[..., Any]:
     class Function(torch.autograd.Function):
-        # Beside a `setup_context`, `apply` reads the signature anew, longer than a launch takes.
+        # No method `setup_context`: with it `apply` inspects the signature in every call.
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output = function(*inputs)

@@ -1,4 +1,4 @@
-"""Learned absolute positions, added to the tokens: one vector per position, or per coordinate."""
+"""Learned absolute positions, added to the tokens: a vector per position, or per coordinate."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from vlp.positions.base import PositionContext, TokenEncoding
 from vlp.positions.coordinates import (
     grid_size,
     require_grid,
+    require_patches,
     resolve_grid,
     token_coordinates,
     vertical_first,
 )
+from vlp.positions.options import require_choice
 
 COMBINATIONS = ("concat", "sum")
 
 
 class LearnedPosition(TokenEncoding):
-    """`learned-1d`: one vector per position of a sequence, as in BERT (ViT: in raster order).
+    """`learned-1d`: a vector per position of a sequence, as in BERT, or of raster order, as in ViT.
 
-    Prefix tokens get no position; text that numbers its [CLS] too passes a context without prefix.
-    A sequence may be shorter than the table. Where `grid` is given, other grids are refused.
+    Prefix tokens get no position; where [CLS] is to have one, the context has no prefix. A sequence
+    may be shorter than the table. With `grid` set, other grids are refused.
 
     Args:
         width: channels of the tokens.
-        length: positions; rows * columns where only `grid` is given.
-        grid: (rows, columns) of the patches that the table stands for.
-        deviation: standard deviation of the start; 0 starts with no position at all.
+        length: number of positions; None: rows * columns of `grid`.
+        grid: (rows, columns) of the patches.
+        deviation: standard deviation of the initial table.
         mixer: see `TokenEncoding`.
     """
 
@@ -61,9 +63,7 @@ class LearnedPosition(TokenEncoding):
                 f"learned-1d has {len(self.table)} positions, which do not fit {x.shape[-2]} "
                 f"tokens of which {context.prefix_tokens} are prefix"
             )
-        if self.grid is None:
-            return self.table[None, :length]
-        if (grid := resolve_grid(self.name, context, self.grid)) != self.grid:
+        if self.grid and (grid := resolve_grid(self.name, context, self.grid)) != self.grid:
             raise ValueError(
                 f"learned-1d was made for a {grid_size(self.grid)} grid, not {grid_size(grid)}"
             )
@@ -71,17 +71,17 @@ class LearnedPosition(TokenEncoding):
 
 
 class LearnedGridPosition(TokenEncoding):
-    """`learned-2d`: one vector per row and one per column (Embed-2D of Li et al. 2021).
+    """`learned-2d`: a vector per row and a vector per column (Embed-2D of Li et al. 2021).
 
     The paper concatenates them; its 64 x 64 grid of width 768 then has 49,152 parameters
     (papers.md#fourier-f13). A smaller grid uses the first rows and columns, as in the paper's DETR
-    experiments; a larger one has no vectors.
+    experiments; a larger grid is refused.
 
     Args:
-        width: channels of the tokens; even where the halves are concatenated.
-        grid: (rows, columns), the largest grid.
-        combine: "concat" or "sum", where rows and columns both have the full width.
-        deviation: standard deviation of the start; 0 starts with no position at all.
+        width: channels of the tokens; even for "concat".
+        grid: (rows, columns) of the largest grid.
+        combine: "concat" for vectors of half the width, or "sum" for vectors of the full width.
+        deviation: standard deviation of the initial tables.
         mixer: see `TokenEncoding`.
     """
 
@@ -96,11 +96,10 @@ class LearnedGridPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("learned-2d", width, mixer)
-        _require_combination(self.name, combine)
+        require_choice("learned-2d combine", combine, COMBINATIONS)
         if combine == "concat" and width % 2:
-            raise ValueError(f"learned-2d: width {width} has no halves for rows and columns")
-        if min(grid) < 1:
-            raise ValueError(f"learned-2d: a grid of {grid_size(grid)} has no patches")
+            raise ValueError(f"learned-2d: width {width} is not even, for halves of row and column")
+        require_patches(self.name, grid)
         self.combine = combine
         channels = width // 2 if combine == "concat" else width
         self.table_rows = _table(grid[0], channels, deviation, self.name)
@@ -115,28 +114,28 @@ class LearnedGridPosition(TokenEncoding):
                 f"learned-2d has vectors for a {grid_size(largest)} grid, not for {grid_size(grid)}"
             )
         require_grid(self.name, grid, x, context)
-        # Rows ("vertical") come first, in the paper's order.
+        # Rows come first, in the paper's order.
         down = self.table_rows[:rows, None].expand(-1, columns, -1)
         right = self.table_columns[None, :columns].expand(rows, -1, -1)
         return _combine([down, right], self.combine).flatten(0, 1)[None]
 
 
 class LearnedBoxPosition(TokenEncoding):
-    """`learned-4d`: one vector per position of each of a box's four edges (Embed-4D of Li et al.).
+    """`learned-4d`: a vector for each edge of a box, from four tables (Embed-4D of Li et al.).
 
-    Each edge is rounded to the nearest of `places` evenly spaced lines from 0 to 1 of the image,
-    both ends included; the four tables' vectors, top, left, bottom, right as in the paper, are
-    concatenated, or summed as in the code of the widget captioning model (100 places there, too).
+    Edges are rounded to `places` lines, evenly spaced from 0 to 1 of the image. The vectors of top,
+    left, bottom and right are concatenated in this order, as in the paper, or summed as in the code
+    of the widget captioning model, which also has 100 lines.
 
-    Boxes are the context's coordinates. On a plain grid each patch is its own box: places = n + 1
-    gives every edge of an n x n grid a vector. Prefix tokens get no position.
+    Boxes are the context's coordinates. Without them each patch of the grid is a box: with places =
+    n + 1 every edge of an n x n grid has a vector. Prefix tokens get no position.
 
     Args:
-        width: channels of the tokens; a multiple of 4 where they are concatenated.
+        width: channels of the tokens; a multiple of 4 for "concat".
         grid: (rows, columns) where the context has no grid.
-        places: lines, and rows of each table.
-        combine: "concat" or "sum", where all four have the full width.
-        deviation: standard deviation of the start; 0 starts with no position at all.
+        places: number of lines, and rows of each table.
+        combine: "concat" for vectors of a quarter of the width, or "sum" for the full width.
+        deviation: standard deviation of the initial tables.
         mixer: see `TokenEncoding`.
     """
 
@@ -152,11 +151,11 @@ class LearnedBoxPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("learned-4d", width, mixer)
-        _require_combination(self.name, combine)
+        require_choice("learned-4d combine", combine, COMBINATIONS)
         if combine == "concat" and width % 4:
-            raise ValueError(f"learned-4d: width {width} has no quarters for four edges")
+            raise ValueError(f"learned-4d: width {width} is not a multiple of 4, for four edges")
         if places < 2:
-            raise ValueError(f"learned-4d needs two places at least, not {places}")
+            raise ValueError(f"learned-4d needs at least two places, not {places}")
         self.combine = combine
         self.grid = None if grid is None else (grid[0], grid[1])
         channels = width // 4 if combine == "concat" else width
@@ -168,8 +167,8 @@ class LearnedBoxPosition(TokenEncoding):
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
-        # Lines are shares of the image, so every grid works, but only edges near trained ones have
-        # trained vectors.
+        # Lines are shares of the image, so every grid works, but a finer grid than the trained one
+        # reads lines without training.
         lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
         edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)
         tables = (self.table_top, self.table_left, self.table_bottom, self.table_right)
@@ -180,11 +179,6 @@ def _table(rows: int, width: int, deviation: float, name: str) -> nn.Parameter:
     if deviation < 0:
         raise ValueError(f"{name}: the deviation must not be negative, not {deviation}")
     return nn.Parameter(torch.randn(rows, width) * deviation)
-
-
-def _require_combination(name: str, combine: str) -> None:
-    if combine not in COMBINATIONS:
-        raise ValueError(f"{name}: unknown combine {combine!r}; one of {', '.join(COMBINATIONS)}")
 
 
 def _combine(vectors: list[Tensor], combine: str) -> Tensor:

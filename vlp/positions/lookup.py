@@ -1,7 +1,7 @@
-"""Rows of a table read at every pair of tokens, without a vector per pair.
+"""Terms of attention from rows of a table, without a vector per pair of tokens.
 
-Row ids[i, j] belongs to query i and key j. `ids` are int64 (tables, T, T), rows of one table; a
-pair's rows of several tables are added up.
+`ids` are int64 (tables, T, T): row ids[t, i, j] belongs to query i and key j. Terms of several
+tables are added.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vlp.precision import at_least_float32
 
 
 class Lookup(NamedTuple):
-    """A term of the logits that every pair reads from numbers of one of its tokens.
+    """Term of the logits that is computed per token and table row, and read by pair of tokens.
 
     Args:
-        per_row: (batch or 1, heads or 1, T or 1, rows).
-        ids: (tables, T, T), query before key; None: the only row, whatever the pair.
-        of_keys: the numbers are key j's, not query i's.
+        per_row: values (batch or 1, heads or 1, T or 1, rows) of queries.
+        ids: (tables, T, T), query by key; None: the only row for all pairs.
+        of_keys: the values are of keys.
     """
 
     per_row: Tensor
@@ -33,7 +33,7 @@ class Lookup(NamedTuple):
         """Return the term of every pair; broadcasts to (batch, heads, T, T)."""
         if self.ids is None:
             return self.per_row.mT if self.of_keys else self.per_row
-        # Scalars are the same for all tokens.
+        # `scalars` are the same for all tokens.
         if self.per_row.shape[-2] == 1:
             return _sum(self.per_row[..., 0, :][..., pairs] for pairs in self.ids.unbind())
         ids = self.ids.mT if self.of_keys else self.ids
@@ -44,34 +44,31 @@ class Lookup(NamedTuple):
 
 
 class LookupPosition(PositionEncoding):
-    """Base of encodings with a bias of lookups alone; a subclass writes `lookups`."""
+    """Base of encodings with a bias that is a sum of lookups."""
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return the terms of the bias."""
         raise NotImplementedError
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return the sum of all lookups, in the queries' type; broadcasts to (B, heads, T, T)."""
-        return dense(self.lookups(query, key, context)).to(query.dtype)
-
-
-def dense(lookups: Iterable[Lookup]) -> Tensor:
-    """Return the sum of lookups for every pair; broadcasts to (batch, heads, T, T)."""
-    return _sum(lookup.dense() for lookup in lookups)
+        """Sum the lookups in the dtype of `query`; broadcasts to (batch, heads, T, T)."""
+        lookups = self.lookups(query, key, context)
+        return _sum(lookup.dense() for lookup in lookups).to(query.dtype)
 
 
 def products(
     states: Tensor, table: Tensor, ids: Tensor, scale: float = 1.0, of_keys: bool = False
 ) -> Lookup:
-    """Look up products of a token's state and a pair's rows: scale * states_i . table[ids_ij].
+    """Look up products of a token's state and a pair's row: scale * states_i . table[ids_ij].
 
     Args:
         states: (batch, heads, T, channels), of queries or keys.
         table: (1 or heads, rows, channels).
-        ids: (tables, T, T), query before key.
-        of_keys: states are the keys': scale * states_j . table[ids_ij].
+        ids: (tables, T, T), query by key.
+        scale: factor of the products.
+        of_keys: `states` are keys: scale * states_j . table[ids_ij].
     """
-    # Formed per row and then spread over the pairs (iRPE Eqs 27, 28): rows are fewer than keys.
+    # Computed per row, then read by pair (iRPE Eqs 27, 28): a table has fewer rows than keys.
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
     return Lookup(at_least_float32(per_row) * scale, ids, of_keys)
 
@@ -85,14 +82,14 @@ def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """Return sum_j attention_ij table[ids_ij], (batch, heads, T, channels), of attention's dtype.
+    """Return sum_j attention_ij table[ids_ij], (batch, heads, T, channels), in attention's dtype.
 
     Args:
         attention: (batch, heads, T, T).
         table: (1 or heads, rows, channels).
-        ids: (tables, T, T).
+        ids: (tables, T, T), query by key.
     """
-    # On GPUs bfloat16 sums of many small numbers stop growing.
+    # In float32, as bfloat16 sums of many small numbers stop growing on GPUs.
     weights = at_least_float32(attention)
     per_row = weights.new_zeros(*weights.shape[:-1], table.shape[1])
     for pairs in ids.unbind():

@@ -6,17 +6,18 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from vlp.positions.options import require_choice
+
 
 class Modulator(nn.Sequential):
-    """GELU(r W1 + B1) W2 + B2, line 2 of the paper's Algorithm 1.
+    """MLP GELU(r W1 + B1) W2 + B2, line 2 of the paper's Algorithm 1.
 
     Args:
         inputs: features of a group of coordinates.
-        hidden: channels between both layers.
+        hidden: hidden channels.
         outputs: channels of the group's position.
-        approximate: of `nn.GELU`; JAX has "tanh" by default (papers.md#fourier-f5).
-        dropout: share dropped after the activation, 0.2 in widget captioning
-            (papers.md#fourier-f6).
+        approximate: of `nn.GELU`; JAX's default is "tanh" (papers.md#fourier-f5).
+        dropout: probability after the activation, 0.2 in widget captioning (papers.md#fourier-f6).
         norm: LayerNorm before each dense layer, as in the paper's Reformer (papers.md#fourier-f6).
     """
 
@@ -34,13 +35,12 @@ class Modulator(nn.Sequential):
     ) -> None:
         if min(inputs, hidden, outputs) < 1:
             raise ValueError(f"an MLP of {inputs}, {hidden} and {outputs} channels has no channels")
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"unknown GELU {approximate!r}; one of none, tanh")
+        require_choice("GELU", approximate, ("none", "tanh"))
         if not 0 <= dropout < 1:
             raise ValueError(f"the dropout must lie in [0, 1), not {dropout}")
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        # Without it biases prevail over Fourier features (squared norm 1/2), and positions differ
-        # little at first (docs/results/positions.md).
+        # Without LayerNorm biases prevail over Fourier features (squared norm 1/2), and positions
+        # differ little at first (docs/results/positions.md).
         if norm:
             layers["norm_in"] = nn.LayerNorm(inputs)
         layers["dense_in"] = nn.Linear(inputs, hidden)
@@ -53,5 +53,5 @@ class Modulator(nn.Sequential):
         super().__init__(layers)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map (..., inputs) to (..., outputs), in the number type of the weights or of autocast."""
+        """Map (..., inputs) to (..., outputs), in the dtype of the weights or of autocast."""
         return super().forward(features.to(self.dense_in.weight.dtype))

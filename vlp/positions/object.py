@@ -10,23 +10,20 @@ from vlp.positions.coordinates import patch_centres, require_grid, resolve_grid
 from vlp.positions.sine import sinusoid
 from vlp.precision import at_least_float32
 
-# In cells: an edge that misses a cell's border by a rounding error is on the border.
+# In cells: edges within this distance of a cell's border are on the border.
 _TOLERANCE = 1e-3
 
 
 def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Paint the object of every patch from boxes (ViTARC section 4, papers.md#vitarc-v12).
+    """Return the object number of every patch, int64 (..., rows, columns) (papers.md#vitarc-v12).
 
-    Row k paints the number k + 1 on every cell that its box touches; later rows paint over earlier
-    ones, and 0 is the background.
+    The object of row k has the number k + 1 on every cell that its box touches; where boxes
+    overlap, the later row counts. The background is 0 (ViTARC section 4).
 
     Args:
         boxes: (..., K, 4) x, y, width, height in grid cells, x and y the upper left corner; rows of
             width or height 0 are padding.
         grid: (rows, columns).
-
-    Returns:
-        int64 (..., rows, columns), from 0 to K.
     """
     rows, columns = grid
     if boxes.shape[-1] != 4 or boxes.ndim < 2:
@@ -34,6 +31,7 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
     x, y, width, height = at_least_float32(boxes).unbind(-1)
     right, bottom = x + width, y + height
     present = (width != 0) & (height != 0)
+    # NaN is neither inside nor padding.
     inside = (
         (width > 0)
         & (height > 0)
@@ -42,37 +40,37 @@ def object_ids(boxes: Tensor, grid: tuple[int, int]) -> Tensor:
         & (right <= columns + _TOLERANCE)
         & (bottom <= rows + _TOLERANCE)
     )
-    # NaN is neither inside nor padding.
     invalid = present & ~inside
     if bool(invalid.any()):
         index = invalid.nonzero()[0].tolist()
+        image = f" of image {', '.join(map(str, index[:-1]))}" if index[:-1] else ""
         box = ", ".join(f"{value:g}" for value in boxes[tuple(index)].tolist())
         raise ValueError(
-            f"object box {index[-1]}{_image(index)} (x, y, width, height: {box}) does not lie "
-            f"inside the {rows} x {columns} grid"
+            f"object box {index[-1]}{image} (x, y, width, height: {box}) does not lie inside the "
+            f"{rows} x {columns} grid"
         )
     numbers = torch.arange(1, boxes.shape[-2] + 1, device=boxes.device) * present
     covered = _covers(y, bottom, rows).unsqueeze(-1) & _covers(x, right, columns).unsqueeze(-2)
-    # The last painter has the highest number; the background joins so that K may be 0.
-    painted = numbers[..., None, None] * covered
-    background = painted.new_zeros(*painted.shape[:-3], 1, rows, columns)
-    return torch.cat([background, painted], -3).amax(-3)
+    # The latest row has the highest number. The background is a layer, so that K may be 0.
+    layers = numbers[..., None, None] * covered
+    background = layers.new_zeros(*layers.shape[:-3], 1, rows, columns)
+    return torch.cat([background, layers], -3).amax(-3)
 
 
 class ObjectPosition(TokenEncoding):
     """`object`: concat(sinusoid(object), sinusoid(x), sinusoid(y)) (ViTARC Eq. 13).
 
-    Half of the channels encode the object, a quarter each x, the column, and y, the row, in that
-    order (papers.md#vitarc-v9, #vitarc-v11). Objects are numbered by `object_ids` from the
-    context's boxes; without boxes there is the plain 2D sinusoid of Eq. 9 (papers.md#vitarc-v13).
-    x and y count patches from 0. Every grid and any number of objects works. Prefix tokens get no
-    position. There are no parameters without `mixer`, which lets a model turn the objects down.
+    Half of the channels encode the object, a quarter the column x and a quarter the row y
+    (papers.md#vitarc-v9, #vitarc-v11). Objects are numbered by `object_ids` from the context's
+    boxes; without boxes it is the 2D sinusoid of Eq. 9 (papers.md#vitarc-v13). x and y count
+    patches from 0. Any grid and any number of objects works. Prefix tokens get no position. Without
+    `mixer` there are no parameters.
 
     Args:
         width: channels of the tokens; a multiple of 8.
         grid: (rows, columns) where the context has no grid.
         temperature: see `sinusoid`.
-        layout: see `sinusoid`; within each part (papers.md#vitarc-v10).
+        layout: see `sinusoid`; of each of the three parts (papers.md#vitarc-v10).
         mixer: see `TokenEncoding`.
     """
 
@@ -98,7 +96,6 @@ class ObjectPosition(TokenEncoding):
         require_grid(self.name, grid, x, context)
         dtype = torch.promote_types(x.dtype, torch.float32)
         coords = patch_centres(grid, dtype, x.device)[None] - 0.5
-        # Half of the channels for x and half for y, as for a decoder's output without objects.
         if context.boxes is None:
             return self._sinusoid(coords, self.width // 2).flatten(-2)
         if context.boxes.ndim != 3:
@@ -113,11 +110,7 @@ class ObjectPosition(TokenEncoding):
 
 
 def _covers(start: Tensor, end: Tensor, cells: int) -> Tensor:
-    # Cells of one axis that lie between start and end (...): (..., cells).
+    """Return whether each cell of an axis lies between start and end (...): (..., cells) bool."""
     cell = torch.arange(cells, dtype=start.dtype, device=start.device)
     starts, ends = start.unsqueeze(-1) + _TOLERANCE, end.unsqueeze(-1) - _TOLERANCE
     return (cell + 1 > starts) & (cell < ends)
-
-
-def _image(index: list[int]) -> str:
-    return f" of image {', '.join(map(str, index[:-1]))}" if len(index) > 1 else ""

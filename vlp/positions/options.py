@@ -14,26 +14,33 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 
 from vlp.config import Config
 
-# Options that a model fills in.
+# Options that models set by themselves.
 SIZES = ("width", "heads", "grid", "length", "causal")
 
 
 class EncodingOption(NamedTuple):
-    """One option: `kind` is its type as the code writes it, `default` `...` for a required one."""
+    """Option of an encoding: `kind` is its annotation, `default` is `...` if required."""
 
     name: str
     kind: str
     default: Any
 
 
-def require_choice(kind: str, name: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError for a name, of a kind such as "layout", that is not among the choices."""
-    if name not in choices:
-        raise ValueError(f"unknown {kind} {name!r}; one of {', '.join(choices)}")
+def require_choice(label: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError for a value of the option `label` that is not among its choices."""
+    if value not in choices:
+        raise ValueError(f"unknown {label} {value!r}; one of {', '.join(choices)}")
+
+
+def head_width(name: str, width: int, heads: int) -> int:
+    """Return width / heads, or raise ValueError with the encoding's name if it is not whole."""
+    if width % heads:
+        raise ValueError(f"{name}: {heads} heads do not divide width {width}")
+    return width // heads
 
 
 def require_defaults(label: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
-    """Raise ValueError for an option that nothing reads and that is not the default."""
+    """Raise ValueError for an option that has no effect, by `reason`, and is not the default."""
     parameters = parameters_of(make)
     for name, value in options.items():
         if value != parameters[name].default:
@@ -41,7 +48,7 @@ def require_defaults(label: str, make: Callable[..., Any], reason: str, **option
 
 
 def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
-    """Return the options of what makes an encoding, in order."""
+    """Return the options of a class or function that makes an encoding, in order."""
     return [
         EncodingOption(
             name,
@@ -53,7 +60,7 @@ def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
 
 
 def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters that have names of their own."""
+    """Return the parameters of a callable by name, without `*args` and `**kwargs`."""
     parameters = inspect.signature(make).parameters
     return {
         name: parameter
@@ -62,18 +69,18 @@ def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     }
 
 
-def checked_options(
+def check_options(
     label: str, make: Callable[..., Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Check that options are known, complete and of their types, and return them.
 
-    A whole number becomes a float where the type is.
+    An int becomes a float where the option's type is float.
     """
     parameters = parameters_of(make)
     option_names, checked = ", ".join(parameters), dict(options)
     for name, value in options.items():
         if name not in parameters:
-            hint = nearest(name, parameters)
+            hint = suggestion(name, parameters)
             raise ValueError(f"{label}: no option {name!r}{hint}; options: {option_names}")
         try:
             checked[name] = _validate(make, name, value)
@@ -86,14 +93,14 @@ def checked_options(
     return checked
 
 
-def missing_types(make: type) -> list[str]:
-    """Return the parameters of a constructor that have no type."""
+def untyped_parameters(make: type) -> list[str]:
+    """Return the parameters of a constructor that have no type annotation."""
     hints = _type_hints(make)
-    return [name for name, parameter in parameters_of(make).items() if name not in hints]
+    return [name for name in parameters_of(make) if name not in hints]
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return a hint at the most similar name, or nothing."""
+def suggestion(name: str, choices: Iterable[str]) -> str:
+    """Return " (did you mean 'X'?)" for the most similar choice X, or "" without a similar X."""
     names = list(choices)
     extensions = [other for other in names if other.startswith(name)]
     matches = extensions[:1] or difflib.get_close_matches(name, names, n=1)
@@ -101,9 +108,9 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
-    """Check a value against its option's type; a list may stand for a tuple, and 1 for 1.0."""
-    constructor = make.func if isinstance(make, partial) else make
-    adapter = _adapter(constructor, name)
+    """Check a value against its option's type; a list may stand for a tuple, an int for a float."""
+    factory = make.func if isinstance(make, partial) else make
+    adapter = _adapter(factory, name)
     default = parameters_of(make)[name].default
     if adapter is None or (value is None and default is None):
         return value
@@ -112,13 +119,13 @@ def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
     except (TypeError, ValueError):
         adapter.validate_python(value)
         return value
-    # As if read from a file: strict, except that JSON has lists for tuples.
-    typed = adapter.validate_json(text, strict=True)
-    return typed if isinstance(typed, float) else value
+    # Strict JSON is what a configuration file holds: it has lists for tuples.
+    parsed = adapter.validate_json(text, strict=True)
+    return parsed if isinstance(parsed, float) else value
 
 
 def _kind(make: Callable[..., Any], name: str) -> str:
-    # A choice is described by its values, another type as the code writes it.
+    """Return the values of a `Literal` option, as in "'key' | 'query'", or the annotation."""
     annotation = _type_hints(make).get(name)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(annotation)))
@@ -132,26 +139,26 @@ def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
         function: Any = getattr(factory, "__init__") if isinstance(factory, type) else factory  # noqa: B009
         return typing.get_type_hints(function)
     except (NameError, TypeError):
-        # A type that is imported for type checkers alone.
+        # An annotation may be imported under TYPE_CHECKING alone.
         return {}
 
 
 @cache
-def _adapter(constructor: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
-    kind = _type_hints(constructor).get(name)
-    if kind is None:
+def _adapter(factory: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
+    annotation = _type_hints(factory).get(name)
+    if annotation is None:
         return None
     try:
-        return TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError:
-        # A pydantic model, which brings its own configuration.
-        return TypeAdapter(kind)
+        # A pydantic model has its own configuration and refuses another.
+        return TypeAdapter(annotation)
 
 
 class PositionConfig(Config):
-    """One encoding of `vlp.positions.list_positions()`."""
+    """Name and options of a position encoding."""
 
     name: str = Field(description="of one encoding in vlp.positions.list_positions()")
-    # Not `on`, as `attach` calls it: YAML 1.1 reads that as true.
+    # `attach` calls this `on`, which YAML 1.1 reads as true.
     roles: str | None = Field(None, description="letters of q, k, v, where the encoding has them")
     options: Mapping[str, Any] = Field({}, description="of the encoding, as in {theta: 10}")

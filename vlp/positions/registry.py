@@ -25,11 +25,11 @@ from vlp.positions.learned import LearnedBoxPosition, LearnedGridPosition, Learn
 from vlp.positions.object import ObjectPosition
 from vlp.positions.options import (
     EncodingOption,
-    checked_options,
-    missing_types,
-    nearest,
+    check_options,
     options_of,
     parameters_of,
+    suggestion,
+    untyped_parameters,
 )
 from vlp.positions.rotary import RotaryAxial, RotaryMixed, RotarySequence
 from vlp.positions.sasa import SasaPosition
@@ -39,9 +39,9 @@ from vlp.positions.sine import MDSinePosition, SinePosition
 from vlp.positions.transformer_xl import TransformerXLPosition
 
 ROLES = {"q": "query", "k": "key", "v": "value"}
-# This package's encodings between an image and a text.
+# This package's encodings of cross-attention between an image and a text.
 BUILT_IN = ("alignment", "anchor", "uniform")
-# Encodings between an image and a text, of no use within either; registered ones, too.
+# All encodings that act in cross-attention alone; `register_position` adds others.
 CROSS_MODAL = [*BUILT_IN]
 ENTRY_POINTS = "vlp.positions"
 
@@ -74,27 +74,29 @@ _ENCODINGS: dict[str, Callable[..., PositionEncoding]] = {
     "sine-2d": partial(SinePosition, 2),
     "sine-4d": partial(SinePosition, 4),
     "transformer-xl": TransformerXLPosition,
-    # The same module with constant paths (papers.md#ace-a26).
+    # `uniform` is `anchor` on constant paths, which the model computes (papers.md#ace-a26).
     "uniform": AnchorPosition,
 }
 
 
 def register_position(name: str, cross_modal: bool = False) -> Callable[[Encoding], Encoding]:
-    """Register an encoding by name, as a decorator of its class, which stays as it is.
+    """Register an encoding's class by name, as a decorator that returns the class unchanged.
 
-    Every parameter of the constructor has a type: it is an option, and values are checked. The
-    model fills in parameters `width`, `heads` and `grid`.
+    The constructor's parameters are the encoding's options; each needs a type annotation, by which
+    values are checked. The model sets those called `width`, `heads` and `grid`.
 
     Args:
         name: lower-case words with hyphens, such as "my-bias".
-        cross_modal: it acts between an image and a text, in the cross-attention of the cross-modal
-            encoder, where its context has `anchors`.
+        cross_modal: the encoding acts in the cross-attention between image and text, where its
+            context has `anchors`.
 
     Raises:
-        ValueError: a taken or malformed name, or a class without hooks or types of options.
+        ValueError: a malformed or registered name, a class without hooks, or an untyped option.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9.]+)*", name):
-        raise ValueError(f"{name!r} is no name of an encoding; write it as 'my-bias'")
+        raise ValueError(
+            f"{name!r} is no name of an encoding: use lower-case words with hyphens, as 'my-bias'"
+        )
 
     def register(encoding: Encoding) -> Encoding:
         if not issubclass(encoding, PositionEncoding):
@@ -105,14 +107,13 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
         ):
             hooks = ", ".join(PositionEncoding.HOOKS)
             raise ValueError(f"{name}: {encoding.__name__} has none of the hooks {hooks}")
-        if missing := missing_types(encoding):
+        if untyped := untyped_parameters(encoding):
             raise ValueError(
-                f"{name}: {encoding.__name__}'s option {missing[0]!r} has no type; write it as in "
-                f"`def __init__(self, {missing[0]}: int = 1)`"
+                f"{name}: {encoding.__name__}'s option {untyped[0]!r} has no type; write it as in "
+                f"`def __init__(self, {untyped[0]}: int = 1)`"
             )
-        previous = _ENCODINGS.get(name)
-        # A cell of a notebook runs again.
-        if previous is not None and _source(previous) != _source(encoding):
+        # The same class may come again, as when a cell of a notebook runs twice.
+        if name in _ENCODINGS and _source(position_class(name)) != _source(encoding):
             raise ValueError(f"a position encoding {name!r} is registered already")
         _ENCODINGS[name] = encoding
         if cross_modal and name not in CROSS_MODAL:
@@ -129,48 +130,49 @@ def list_positions() -> Sequence[str]:
 
 
 def plugins_of(names: Iterable[str]) -> dict[str, str]:
-    """Return the module of each encoding of another package, by name."""
+    """Return the plugin module of each encoding that a plugin registered, by encoding name."""
     modules = {name: plugin_of(position_class(name)) for name in names}
     return {name: module for name, module in modules.items() if module is not None}
 
 
 def create_position(name: str, **options: Any) -> PositionEncoding:
-    """Make a position encoding by name.
+    """Create a position encoding by name.
 
     Raises:
         ValueError: unknown name, unknown or missing options, or values of another type.
     """
     make = _factory(name)
-    return make(**checked_options(f"position encoding {name!r}", make, options))
+    return make(**check_options(f"position encoding {name!r}", make, options))
 
 
 def describe_options(name: str) -> list[EncodingOption]:
-    """Return the options of a name with types and defaults."""
+    """Return an encoding's options with types and defaults."""
     return options_of(_factory(name))
 
 
 def position_options(name: str) -> frozenset[str]:
-    """Return the options of `create_position` for a name, such as width, heads, grid, roles."""
+    """Return the names of an encoding's options, such as width, heads, grid, roles."""
     return frozenset(parameters_of(_factory(name)))
 
 
 def create_fitting_position(
     name: str, sizes: Mapping[str, Any], **options: Any
 ) -> PositionEncoding:
-    """Make a position encoding with the `sizes` that it takes; options win over them."""
-    option_names = position_options(name)
-    fitting = {size: value for size, value in sizes.items() if size in option_names}
-    return create_position(name, **{**fitting, **options})
+    """Create a position encoding from its options among `sizes`, and `options`, which override."""
+    names = position_options(name)
+    fitting_sizes = {size: value for size, value in sizes.items() if size in names}
+    return create_position(name, **{**fitting_sizes, **options})
 
 
 def place_roles(
     name: str, on: str | None, options: Mapping[str, Any], names: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return options with the letters of `on` under the encoding's own key.
+    """Return `options` with the letters of `on` as the encoding's option `roles` or `mode`.
 
     Args:
-        on: letters of "qkv" for the option `roles`, or `mode` (`sape`); None leaves the default.
-        options: the others.
+        name: of the encoding.
+        on: letters of "qkv"; None adds no option.
+        options: of the encoding.
         names: of the encoding's options; None looks them up.
     """
     if on is None:
@@ -195,24 +197,23 @@ def place_roles(
 
 
 def acts_on_tokens(name: str) -> bool:
-    """Return whether an encoding acts once on the tokens; others act in every attention layer."""
+    """Return whether an encoding acts once, on the token embeddings, not in attention layers."""
     return position_class(name).tokens is not PositionEncoding.tokens
 
 
 def causal_positions() -> Sequence[str]:
-    """Return names of encodings that can act in attention which sees no later tokens."""
+    """Return the names of encodings that causal attention can use."""
     return tuple(name for name in list_positions() if position_class(name).causal)
 
 
 def position_class(name: str) -> type[PositionEncoding]:
-    """Return the class behind a name."""
+    """Return the class of an encoding."""
     make = _factory(name)
     encoding: Any = make.func if isinstance(make, partial) else make
     return encoding
 
 
-def _source(make: Callable[..., PositionEncoding]) -> tuple[str, str]:
-    encoding: Any = make.func if isinstance(make, partial) else make
+def _source(encoding: type) -> tuple[str, str]:
     return encoding.__module__, encoding.__qualname__
 
 
@@ -221,15 +222,15 @@ def _factory(name: str) -> Callable[..., PositionEncoding]:
         _load_external()
     if name not in _ENCODINGS:
         raise ValueError(
-            f"unknown position encoding {name!r}{nearest(name, _ENCODINGS)}; known: "
-            f"{', '.join(sorted(_ENCODINGS))}; the module of one of your own is named by --plugin, "
+            f"unknown position encoding {name!r}{suggestion(name, _ENCODINGS)}; known: "
+            f"{', '.join(sorted(_ENCODINGS))}; name the module of your own encoding with --plugin, "
             "the key `plugins` or the variable VLP_PLUGINS"
         )
     return _ENCODINGS[name]
 
 
 def _load_external() -> None:
-    # Modules outside of this package register encodings when they are imported.
+    # Plugins and installed packages register encodings when they are imported.
     load_plugins()
     _load_installed()
 

@@ -1,14 +1,15 @@
-"""Rotary position encodings (RoPE), which turn pairs of channels of queries and keys.
+"""Rotary position encodings (RoPE), which rotate pairs of channels of queries and keys.
 
-The product of a turned query and key depends on contents and offset alone (Su et al. 2021). On
-images (Heo et al. 2024, "Rotary Position Embedding for Vision Transformer") pairs are split between
-columns and rows (axial) or learn a weight of either (mixed).
+The product of a rotated query and key depends on contents and offset alone (Su et al. 2021). On
+images (Heo et al. 2024, "Rotary Position Embedding for Vision Transformer") half of the pairs turn
+with the column and half with the row (axial), or each pair learns a frequency of either (mixed).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding, cached_constant
-from vlp.positions.coordinates import grid_size, patches_per_side, require_grid_tokens
-from vlp.positions.options import require_choice
+from vlp.positions.coordinates import patches_per_side, require_grid_tokens, require_patches
+from vlp.positions.options import head_width, require_choice
 
 Layout = Literal["interleaved", "half"]
 
@@ -32,7 +33,7 @@ def sequence_angles(
 ) -> Tensor:
     """Return angles position * theta^(-2k/dim) of positions 0, 1, ...: (length, dim/2), radians."""
     if length < 0:
-        raise ValueError(f"a sequence of {length} tokens has no places")
+        raise ValueError(f"a sequence cannot have {length} tokens")
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     return (positions[:, None] * pair_frequencies(dim, theta)).to(device=device, dtype=dtype)
 
@@ -46,53 +47,46 @@ def axial_angles(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return angles of a grid's patches in raster order, RoPE for ViT's "axial frequency" form.
-
-    The first half of the pairs turns with the column, the second with the row, both by position *
-    theta^(-4k/dim), k = 0 .. dim/4 - 1.
+    """Return `split_angles` of a grid's patches in raster order: (height * width, dim/2), radians.
 
     Args:
-        dim: channels of one head, a multiple of four.
+        dim: channels of a head, a multiple of four.
         theta: base of the wavelengths.
         dtype: of the result, which is computed in float64.
-
-    Returns:
-        (height * width, dim/2), radians.
     """
     positions = grid_positions(height, width)
     return split_angles(positions, dim, theta).to(device=device, dtype=dtype)
 
 
 def split_angles(positions: Tensor, dim: int, theta: float = 100.0) -> Tensor:
-    """Return the axial form at any positions: x for the first half of the pairs, y for the second.
+    """Return the angles of RoPE for ViT's "axial frequency" form: (..., tokens, dim/2), radians.
+
+    The first half of the pairs turns with x, the second with y, both by position *
+    theta^(-4k/dim), k = 0 .. dim/4 - 1.
 
     Args:
         positions: (..., tokens, 2), x = column and y = row, in patches.
-        dim: channels of one head, a multiple of four.
+        dim: channels of a head, a multiple of four.
         theta: base of the wavelengths.
-
-    Returns:
-        (..., tokens, dim/2), radians.
     """
     frequencies = pair_frequencies(dim, theta, axes=2).to(positions)
     return (positions[..., None] * frequencies).flatten(-2)
 
 
 def mixed_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return the "mixed learnable frequency" form of RoPE for ViT: x f_x + y f_y.
+    """Return the angles x f_x + y f_y of RoPE for ViT's "mixed learnable frequency" form.
+
+    They are (..., heads, tokens, dim/2), radians, in float32 or better.
 
     Args:
         positions: (..., tokens, 2), x = column and y = row, in patches.
         frequencies: (2, heads, dim/2), f_x, then f_y, radians per patch.
-
-    Returns:
-        (..., heads, tokens, dim/2), radians; half precision becomes float32.
     """
     dtypes = (positions.dtype, frequencies.dtype)
     dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
     x, y = positions.to(dtype)[..., None, :, :].split(1, -1)
     frequency_x, frequency_y = frequencies.to(dtype)[:, :, None].unbind()
-    # Products that broadcast, as autocast would round a matrix product to bfloat16.
+    # Not a matrix product, which autocast would round to bfloat16.
     return x * frequency_x + y * frequency_y
 
 
@@ -100,11 +94,10 @@ def grid_positions(height: int, width: int, spread: tuple[int, int] | None = Non
     """Return column and row of every patch in raster order: (height * width, 2), float64.
 
     Args:
-        spread: (rows, columns) of another grid over the same image that gives the unit: the middle
-            of a patch keeps its share of the image. None counts 0, 1, ... along each axis.
+        spread: (rows, columns) of another grid over the same image, in the patches of which
+            centres are counted. None counts 0, 1, ... along each axis.
     """
-    if height < 1 or width < 1:
-        raise ValueError(f"a grid of {height} x {width} has no patches")
+    require_patches("rope", (height, width))
     axes = [torch.arange(size, dtype=torch.float64, device="cpu") for size in (height, width)]
     if spread is not None:
         axes = [(axis + 0.5) * (size / len(axis)) - 0.5 for axis, size in zip(axes, spread)]
@@ -123,51 +116,48 @@ def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor, layout: Layout = "interleaved") -> Tensor:
-    """Turn each pair of channels by its angle: (a, b) to (a cos - b sin, a sin + b cos).
+    """Rotate each pair of channels by its angle: (a, b) to (a cos - b sin, a sin + b cos).
 
-    Pair k is the channels (2k, 2k + 1), in layout `half` (k, k + dim/2). Half precision is computed
-    in float32; the result has x's shape and type.
+    Half precision is computed in float32; the result has the shape and dtype of x.
 
     Args:
         x: (..., tokens, dim), queries or keys.
-        angles: (tokens, dim/2), radians, or with leading axes that broadcast with x's.
+        angles: (tokens, dim/2), radians, or with leading axes that broadcast with x.
+        layout: pair k is the channels (2k, 2k + 1) ("interleaved") or (k, k + dim/2) ("half").
     """
     if x.shape[-1] != 2 * angles.shape[-1] or x.shape[-2] != angles.shape[-2]:
         raise ValueError(
             f"rotation needs an angle for each token and pair of channels: {tuple(angles.shape)} "
             f"does not fit {tuple(x.shape)}"
         )
-    return turn(x, *cosine_and_sine(angles, x.dtype), layout)
+    return apply_rotation(x, *cosine_and_sine(angles, x.dtype), layout)
 
 
 def cosine_and_sine(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the input of `turn`, of the angles' shape, in `dtype` or at least float32."""
-    # A float32 angle of 500 is off by 3e-5, so better angles are used to the full before rounding.
-    kind = torch.promote_types(dtype, torch.float32)
-    angles = angles.to(torch.promote_types(angles.dtype, kind))
-    return angles.cos().to(kind), angles.sin().to(kind)
+    """Return cosines and sines for `apply_rotation`, in `dtype`, or float32 for half precision."""
+    # Rounded last: an angle of 500 in float32 is off by 3e-5.
+    out_dtype = torch.promote_types(dtype, torch.float32)
+    angles = angles.to(torch.promote_types(angles.dtype, out_dtype))
+    return angles.cos().to(out_dtype), angles.sin().to(out_dtype)
 
 
-def turn(x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved") -> Tensor:
-    """Turn x (..., T, channels) as `rotate` does, by given cosines and sines."""
-    require_layout(layout)
+def apply_rotation(
+    x: Tensor, cosine: Tensor, sine: Tensor, layout: Layout = "interleaved"
+) -> Tensor:
+    """Rotate x (..., T, channels) as `rotate` does, by the angles' cosines and sines."""
+    require_choice("rotary layout", layout, get_args(Layout))
     if layout == "half":
         first, second = x.chunk(2, -1)
     else:
         first, second = x[..., 0::2], x[..., 1::2]
-    # Cosine and sine are float32 at least, and so are the products.
+    # Products are in the dtype of cosine and sine, at least float32.
     pair = [first * cosine - second * sine, first * sine + second * cosine]
     out = torch.cat(pair, -1) if layout == "half" else torch.stack(pair, -1).flatten(-2)
     return out.to(x.dtype)
 
 
-def require_layout(layout: str) -> None:
-    """Raise ValueError for a layout of pairs that `turn` does not know."""
-    require_choice("rotary layout", layout, get_args(Layout))
-
-
 class _Rotary(PositionEncoding):
-    """Base of all forms."""
+    """Base of all forms of RoPE; a subclass computes `_cosine_and_sine`."""
 
     causal = True
 
@@ -175,9 +165,7 @@ class _Rotary(PositionEncoding):
         self, name: str, width: int, heads: int, theta: float, layout: Layout, axes: int
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"{name}: {heads} heads do not divide width {width}")
-        self.head_width = width // heads
+        self.head_width = head_width(name, width, heads)
         if self.head_width % (2 * axes):
             raise ValueError(
                 f"{name} needs a head width that {2 * axes} divides, not {self.head_width} "
@@ -185,38 +173,39 @@ class _Rotary(PositionEncoding):
             )
         # Raises unless theta is positive.
         pair_frequencies(self.head_width, theta, axes)
-        require_layout(layout)
+        require_choice("rotary layout", layout, get_args(Layout))
         self.name, self.theta, self.layout = name, theta, layout
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        """Turn queries and keys (B, heads, T, head width); prefix tokens stay as they are."""
+        """Rotate queries and keys (B, heads, T, head width); prefix tokens stay unchanged."""
         shapes = tuple(query.shape[-2:]), tuple(key.shape[-2:])
         if shapes[0] != shapes[1] or shapes[0][1] != self.head_width:
             raise ValueError(
                 f"{self.name} rotates queries and keys of the same tokens with head width "
                 f"{self.head_width}, not {shapes[0]} and {shapes[1]}"
             )
-        # Prefix tokens turn by 0, which is exact.
+        # The angle of prefix tokens is 0, which is exact.
         cosine, sine = self._cosine_and_sine(query, context)
-        return turn(query, cosine, sine, self.layout), turn(key, cosine, sine, self.layout)
+        query, key = (apply_rotation(x, cosine, sine, self.layout) for x in (query, key))
+        return query, key
 
-    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
+        """Return cosines and sines (..., T, head width / 2) for queries (B, heads, T, ...)."""
         raise NotImplementedError
 
 
 class RotarySequence(_Rotary):
     """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
 
-    Positions count from 0 after the prefix, which is not rotated; text that numbers its [CLS] too
-    passes a context without prefix. Sequences of any length and grids of any shape work, but in
-    raster order the patch above is a whole row away. Attached to trained weights it changes the
-    layer.
+    Positions count from 0 after the prefix, which is not rotated; where [CLS] is to have a position
+    the context has no prefix. Any length and grid works, but in raster order the patch above is a
+    whole row away. Attached to a trained model it changes the model's function.
 
     Args:
         width: channels of the layer.
         heads: attention heads; their width must be even.
         theta: base of the wavelengths.
-        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+        layout: see `rotate`.
     """
 
     def __init__(
@@ -224,17 +213,16 @@ class RotarySequence(_Rotary):
     ) -> None:
         super().__init__("rope-1d", width, heads, theta, layout, axes=1)
 
-    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
         tokens, prefix = query.shape[-2], context.prefix_tokens
         if tokens < prefix:
             raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
         options = prefix, self.head_width, self.theta, query.dtype, query.device
-        cosine, sine = _cached_sequence(tokens - prefix, *options).unbind()
-        return cosine, sine
+        return _cached_sequence(tokens - prefix, *options).unbind()
 
 
 class _GridRotary(_Rotary):
-    """Patches of a grid, or tokens with coordinates."""
+    """Base of RoPE on patches of a grid, or on tokens with coordinates."""
 
     def __init__(
         self,
@@ -247,9 +235,9 @@ class _GridRotary(_Rotary):
         layout: Layout,
     ) -> None:
         super().__init__(name, width, heads, theta, layout, axes=2)
-        if grid is not None and min(grid) < 1:
-            raise ValueError(f"{name}: a grid of {grid_size(grid)} has no patches")
-        if rescale and grid is None:
+        if grid is not None:
+            require_patches(name, grid)
+        elif rescale:
             raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
         self.grid = None if grid is None else (grid[0], grid[1])
         self.spread = self.grid if rescale else None
@@ -259,13 +247,13 @@ class _GridRotary(_Rotary):
         return require_grid_tokens(self.name, context, self.grid, tokens, tokens)
 
     def _coordinates(self, query: Tensor, context: PositionContext) -> Tensor | None:
-        """Return columns and rows (B, T, 2) of tokens that lie on no grid, in patches."""
+        """Return the context's coordinates as columns and rows in patches, (B, T, 2), or None."""
         if context.coordinates is None:
             return None
-        # float32 at least, as bfloat16 lacks the steps between patches of a large grid.
+        # bfloat16 cannot tell the patches of a large grid apart.
         dtype = torch.promote_types(query.dtype, torch.float32)
         shares = context.coordinates.to(query.device, dtype)
-        # The unit is a patch of the image or, without `grids` or with `rescale`, of the options.
+        # With `rescale` the unit is a patch of the trained grid.
         unit = patches_per_side(shares, None if self.spread else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
@@ -283,21 +271,20 @@ class _GridRotary(_Rotary):
 
 
 class RotaryAxial(_GridRotary):
-    """`rope-axial`: half of the pairs turn with the column, half with the row, fixed frequencies.
+    """`rope-axial`: half of the pairs turn with the column, half with the row (Heo et al. 2024).
 
-    (Heo et al. 2024.) Any grid works, square or not: positions count patches and only offsets
-    matter. `rescale` instead spreads another grid over the image as the trained grid is. Prefix
-    tokens are not rotated. Tokens with coordinates get positions between the patches', a box that
-    of its centre. Attached to trained weights it changes the layer.
+    Any grid works, as only offsets matter. Prefix tokens are not rotated. Coordinates of the
+    context are converted to patches; a box has the position of its centre. Attached to a trained
+    model it changes the model's function.
 
     Args:
         width: channels of the layer.
-        heads: attention heads; four must divide their width.
-        grid: (rows, columns) of the trained grid: for contexts without a grid, coordinates,
-            `rescale`.
-        theta: base of the wavelengths, lower than for texts as images have fewer positions.
-        rescale: whether the positions of another grid are spread as the trained grid's.
-        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+        heads: attention heads; their width must be a multiple of four.
+        grid: (rows, columns) of the trained grid, for contexts without a grid, for coordinates
+            and for `rescale`.
+        theta: base of the wavelengths, lower than for text, as images have fewer positions.
+        rescale: on another grid, count in patches of the trained grid.
+        layout: see `rotate`.
     """
 
     def __init__(
@@ -311,34 +298,32 @@ class RotaryAxial(_GridRotary):
     ) -> None:
         super().__init__("rope-axial", width, heads, grid, theta, rescale, layout)
 
-    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
         positions = self._coordinates(query, context)
-        # The middle of a patch has that patch's position.
         if positions is not None:
             angles = split_angles(positions[:, None], self.head_width, self.theta)
             return cosine_and_sine(angles, query.dtype)
         grid = self._grid(query, context)
         options = self.spread, context.prefix_tokens, self.head_width, self.theta
-        cosine, sine = _cached_axial(grid, *options, query.dtype, query.device).unbind()
-        return cosine, sine
+        return _cached_axial(grid, *options, query.dtype, query.device).unbind()
 
 
 class RotaryMixed(_GridRotary):
-    """`rope-mixed`: pairs turn by x f_x + y f_y, with frequencies learned per head and layer.
+    """`rope-mixed`: pairs turn by x f_x + y f_y, with learned frequencies (Heo et al. 2024).
 
-    (Heo et al. 2024.) Attached to trained weights this changes the layer. Grids, prefix tokens,
-    coordinates and `rescale` are as in `rope-axial`.
+    Each layer and head has its frequencies. Grids, prefix tokens and coordinates are as in
+    `rope-axial`. Attached to a trained model it changes the model's function.
 
     Args:
         width: channels of the layer.
-        heads: attention heads; four must divide their width.
-        grid: (rows, columns) of the trained grid; see `RotaryAxial`.
-        theta: base of the wavelengths at the start.
-        rescale: whether the positions of another grid are spread as the trained grid's.
-        layout: "interleaved" pairs (2k, 2k + 1) or "half" (k, k + head width / 2).
+        heads: attention heads; their width must be a multiple of four.
+        grid: see `RotaryAxial`.
+        theta: base of the initial wavelengths.
+        rescale: see `RotaryAxial`.
+        layout: see `rotate`.
     """
 
-    # As its authors do.
+    # Exempt in the authors' code, too.
     NO_WEIGHT_DECAY = ("frequency_table",)
 
     def __init__(
@@ -351,15 +336,15 @@ class RotaryMixed(_GridRotary):
         layout: Layout = "interleaved",
     ) -> None:
         super().__init__("rope-mixed", width, heads, grid, theta, rescale, layout)
-        # Each head has one random direction: half of its pairs turn along it, the others along its
-        # perpendicular, by theta^(-4k/dim) radians a patch.
+        # Each head starts with a random direction: half of its pairs turn along it, the others
+        # along its perpendicular, by theta^(-4k/dim) radians per patch.
         direction = torch.rand(heads, 1, 1) * (2 * math.pi)
         frequencies = pair_frequencies(self.head_width, theta, axes=2).to(direction)
         directions = torch.cat([direction, direction + math.pi / 2], 1)
         start = torch.stack([directions.cos() * frequencies, directions.sin() * frequencies])
         self.frequency_table = nn.Parameter(start.flatten(-2))
 
-    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+    def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
         positions = self._coordinates(query, context)
         if positions is None:
             dtype = torch.promote_types(query.dtype, torch.float32)
@@ -374,7 +359,7 @@ class RotaryMixed(_GridRotary):
 def _cached_sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return cosines and sines of a sequence after its prefix, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a prefix and a sequence, (2, tokens, dim / 2)."""
     angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
     return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
@@ -389,7 +374,7 @@ def _cached_axial(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return cosines and sines of a grid after its prefix, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a prefix and a grid, (2, tokens, dim / 2)."""
     positions = _cached_positions(grid, spread, prefix, torch.float64, torch.device("cpu"))
     return torch.stack(cosine_and_sine(split_angles(positions, dim, theta), dtype)).to(device)
 
@@ -402,5 +387,5 @@ def _cached_positions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return columns and rows of a grid after its prefix, (tokens, 2)."""
+    """Return columns and rows of a prefix, 0, and a grid, (tokens, 2)."""
     return functional.pad(grid_positions(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)

@@ -1,4 +1,4 @@
-"""`sasa`: vectors of the horizontal and the vertical offset side by side (Ramachandran 2019)."""
+"""`sasa`: concatenated vectors of the horizontal and the vertical offset (Ramachandran 2019)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from vlp.positions.lookup import Lookup, products
 
 
 def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> list[Lookup]:
-    """Return q_i . concat(p_dx, p_dy) / sqrt(channels), x = column first (iRPE Eq. 12,
-    papers.md#irpe-i16).
+    """Return the terms of q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12).
+
+    The column comes first (papers.md#irpe-i16).
 
     Args:
         query: (batch, heads, T, channels).
-        table_x: (1 or heads, rows of the table, channels / 2), of horizontal offsets.
-        table_y: the same of vertical offsets.
+        table_x, table_y: p_dx and p_dy, (1 or heads, rows of the table, channels / 2).
         ids: int64 (2, T, T), ids of vertical, then of horizontal offsets.
     """
     scale = query.shape[-1] ** -0.5
-    # Each half of the query meets its own table, so that nothing is concatenated per pair.
+    # The halves of the query are multiplied with either table: nothing is concatenated per pair.
     horizontal, vertical = query.chunk(2, -1)
     return [
         products(horizontal, table_x, ids[1:], scale),
@@ -33,19 +33,19 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
 class SasaPosition(ClippedPosition):
     """Relative positions of stand-alone self-attention, on keys as iRPE compares them (Eq. 12).
 
-    Offsets along x and along y read a table each, of half the head width, and their vectors stand
-    side by side. By default nothing is clipped on the trained grid: iRPE takes the encoding as it
-    is (supplement 4), and its cost in Table 5 (4,639M) counts all 27 offsets per axis on 14 x 14
-    patches. Both axes reach equally far, so that a trained landscape serves a portrait.
+    Horizontal and vertical offsets have a table each, of half the head width, and their vectors are
+    concatenated. By default no offset of the trained grid is clipped, as iRPE adapts the encoding
+    (supplement 4): its cost in Table 5 (4,639M) counts all 27 offsets per axis on 14 x 14 patches.
+    Both axes have the same reach, so that tables trained on landscape images fit portraits.
 
-    On a larger grid, offsets beyond the reach share the row of the furthest one, axis by axis.
-    Pairs with prefix tokens have a row in each table (papers.md#irpe-i10). Tables start at zero,
-    which leaves the layer as it was.
+    On a larger grid offsets are clipped to the reach on each axis. Pairs with prefix tokens have a
+    row in each table (papers.md#irpe-i10). Tables start at zero, at which the layer's function is
+    unchanged.
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) of training; also where the context has no grid.
-        reach: the longest offset that has its own row, in patches; None: the longest one of `grid`.
+        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        reach: the longest offset, in patches, that is not clipped; None: that of `grid`.
         shared_heads: the same two tables for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
     """
@@ -66,8 +66,8 @@ class SasaPosition(ClippedPosition):
     ) -> None:
         super().__init__("sasa", width, heads, grid, "axes", reach, shared_heads, prefix_bucket)
         if self.head_width % 2:
-            raise ValueError(f"sasa: head width {self.head_width} has no halves for x and y")
-        # The paper does not say whether heads share the tables; they do by default.
+            raise ValueError(f"sasa: head width {self.head_width} is not even, for halves x and y")
+        # The paper leaves open whether heads share the tables.
         self.table_x = self._table(self.head_width // 2)
         self.table_y = self._table(self.head_width // 2)
 

@@ -1,12 +1,13 @@
-"""SaPE, the 2D semantic-aware position encoding; every source at hand lacks its equations.
+"""SaPE, the 2D semantic-aware position encoding; no available source has its equations.
 
 This reconstruction (papers.md#sape-s5 to #sape-s9, #sape-s12, #sape-s13) builds on CoPE
-(`cope.py`): each patch gets a vector of the positions in its row and one of its column, and patches
-with different vectors attend less to each other.
+(`cope.py`): each patch gets a vector of the positions in its row, and another of those in its
+column; patches with different vectors attend less to each other.
 """
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
-from vlp.positions.coordinates import require_grid_tokens
+from vlp.positions.coordinates import require_grid_tokens, require_patches
 from vlp.positions.cope import cope_bias, count_from_end, gate, interpolate, require_shapes
-from vlp.positions.options import require_choice
+from vlp.positions.options import head_width, require_choice
 from vlp.precision import full_precision
 
 Mode = Literal["key", "query"]
@@ -37,38 +38,35 @@ def sape_bias(
     bias_scale: float = 1.0,
     summation: Summation = "between",
 ) -> Tensor:
-    """Return b^x_ij + b^y_ij, a term of the scaled logits (SaPE Eqs 9-16), as reconstructed here.
+    """Return the bias b^x_ij + b^y_ij of scaled logits (SaPE Eqs 9-16), as reconstructed here.
 
-    - gate g_ij = sigmoid(q_i . k_j) for patches of one row, then of one column (Eq. 9), in both
-      modes (papers.md#sape-s7), without scale (papers.md#sape-s1);
-    - position p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of one
-      give |i - j| + 1; `suffix` sums from j to the end of the row, as CoPE's listing does
-      (papers.md#sape-s5);
-    - vector z_i (Eqs 12-14): b^x_i has an entry q_i . e(p_it) for every position t of the patch's
-      row, b^y_i for every position of its column; e interpolates `table_x` and `table_y`
-      (papers.md#sape-s6). Mode `key` takes k_i in place of q_i there and nowhere else
-      (papers.md#sape-s7);
-    - bias of any pair (Eq. 15): minus the Euclidean distance of z_i and z_j (papers.md#sape-s8), so
-      that alike patches attend to each other wherever they are;
+    - Gate g_ij = sigmoid(q_i . k_j) of patches in the same row or column (Eq. 9), in both modes
+      (papers.md#sape-s7), without scale (papers.md#sape-s1).
+    - Position p_ij (Eq. 10): the sum of the gates from i to j, both included, so that gates of 1
+      give |i - j| + 1 (papers.md#sape-s5).
+    - Vector z_i (Eqs 12-14): entry t is q_i . e(p_it) for patch t of the row (x) or column (y); e
+      interpolates `table_x` or `table_y` (papers.md#sape-s6). Mode "key" has k_i in place of q_i
+      here (papers.md#sape-s7).
+    - Bias (Eq. 15): minus the Euclidean distance of z_i and z_j (papers.md#sape-s8), for any two
+      patches, however far apart.
     - Eq. 16 adds both axes outside 1/sqrt(d) (papers.md#sape-s9).
 
-    Intermediates beyond the result's size are (..., T, row) and (..., T, P). Half precision is
-    computed in float32, also under autocast. Equal vectors have bias 0 with gradient 0.
+    Half precision is computed in float32, also under autocast. Equal vectors have bias 0 with
+    gradient 0.
 
     Args:
-        query: (..., rows * columns, d), patches only, without a prefix (papers.md#sape-s12).
-        key: as the query.
+        query, key: (..., rows * columns, d), of patches without a prefix (papers.md#sape-s12).
         grid: (rows, columns).
-        table_x: (P, d), vectors of the positions 0 .. P-1 along rows, or (heads, P, d); the last
-            serves all positions beyond (papers.md#sape-s11). columns + 1 rows tell all apart.
-        table_y: the same along columns, of any number of rows.
+        table_x: (P, d), vectors of the positions 0 .. P-1 along rows, or (heads, P, d); positions
+            beyond share the last row (papers.md#sape-s11). columns + 1 rows suffice for all.
+        table_y: (P, d) or (heads, P, d) along columns; P may differ from that of `table_x`.
         mode: "key" or "query". For both, add both biases (papers.md#sape-s13).
-        gate_scale: factor of q . k inside the gate.
-        bias_scale: factor of the bias.
-        summation: "between" or "suffix".
+        gate_scale, bias_scale: factors of q . k inside the gate, and of the bias.
+        summation: of gates: "between", as above, or "suffix", from j to the end of the line as in
+            CoPE's listing.
 
     Returns:
-        (..., T, T) in the query's type, not positive, symmetric, 0 on the diagonal.
+        (..., T, T) in the dtype of `query`, not positive, symmetric, 0 on the diagonal.
     """
     require_choice("SaPE mode", mode, get_args(Mode))
     require_choice("SaPE summation", summation, get_args(Summation))
@@ -93,23 +91,21 @@ def sape_bias(
 
 
 class SemanticPosition(PositionEncoding):
-    """`sape`: semantic-aware position encoding of one self-attention layer, as read in `sape_bias`.
+    """`sape`: semantic-aware position encoding of one self-attention layer, see `sape_bias`.
 
-    Any grid works, square or not; positions beyond the table share its last row
-    (papers.md#sape-s11). Distances grow with the root of a line's length. Prefix tokens are not
-    counted and their pairs have bias 0 (papers.md#sape-s12), the largest value.
-
-    Attached to trained weights the default start of 0.02 changes the layer; a smaller `deviation`
-    changes it less.
+    Any grid works; positions beyond the table share its last row (papers.md#sape-s11). Distances
+    grow with the square root of a line's length. Prefix tokens are not counted, and their pairs
+    have bias 0, the largest value (papers.md#sape-s12). Attached to a trained model it changes the
+    model's function, the less the smaller `deviation` is.
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) of the trained grid and for contexts without a grid; tables have
-            columns + 1 and rows + 1 rows.
-        mode: "key", best in the paper's Table 2, "query", or "both", summed with tables of their
-            own (papers.md#sape-s13, named only in section 5.3).
-        shared_heads: one table for all heads of the layer, x and y apart (papers.md#sape-s10).
-        deviation: standard deviation of the start.
+        grid: (rows, columns) of the trained grid, and where the context has no grid; `table_x` has
+            columns + 1 rows, `table_y` has rows + 1.
+        mode: "key", best in the paper's Table 2, "query", or "both", the sum of both biases with
+            separate tables (papers.md#sape-s13).
+        shared_heads: the same two tables for all heads (papers.md#sape-s10).
+        deviation: standard deviation of the initial tables.
         gate_scale, bias_scale, summation: see `sape_bias`.
     """
 
@@ -128,14 +124,11 @@ class SemanticPosition(PositionEncoding):
         summation: Summation = "between",
     ) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"sape: {heads} heads do not divide width {width}")
-        if min(grid) < 1:
-            raise ValueError(f"sape: a grid of {grid[0]} x {grid[1]} has no patches")
+        channels = head_width("sape", width, heads)
+        require_patches("sape", grid)
+        # Small and random: the gradient of a distance of 0 is 0, so equal rows would never move.
         if not deviation > 0:
-            raise ValueError(
-                f"sape: the deviation must be positive, not {deviation}: equal tables never move"
-            )
+            raise ValueError(f"sape: the deviation must be positive, not {deviation}")
         require_choice("SaPE mode", mode, (*get_args(Mode), "both"))
         require_choice("SaPE summation", summation, get_args(Summation))
         self.grid = (grid[0], grid[1])
@@ -143,22 +136,21 @@ class SemanticPosition(PositionEncoding):
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
         self.modes = modes
 
-        # Small and random: the gradient of a distance of 0 is 0, so zero tables would never move.
         def tables(length: int) -> nn.ParameterDict:
-            shape = 1 if shared_heads else heads, length + 1, width // heads
-            start = {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
-            return nn.ParameterDict(start)
+            shape = 1 if shared_heads else heads, length + 1, channels
+            return nn.ParameterDict(
+                {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
+            )
 
         self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
-        """Return minus the distances of Eq. 15 over axes and modes: (B, heads, T, T)."""
+        """Sum `sape_bias` over the modes, 0 for the prefix: (B, heads, T, T)."""
         grid = require_grid_tokens("sape", context, self.grid, query.shape[-2], key.shape[-2])
         prefix = context.prefix_tokens
         queries, keys = full_precision(query[..., prefix:, :], key[..., prefix:, :])
-        total = None
-        for mode in self.modes:
-            term = sape_bias(
+        terms = [
+            sape_bias(
                 queries,
                 keys,
                 grid,
@@ -169,8 +161,9 @@ class SemanticPosition(PositionEncoding):
                 bias_scale=self.bias_scale,
                 summation=self.summation,
             )
-            total = term if total is None else total + term
-        assert total is not None
+            for mode in self.modes
+        ]
+        total = reduce(torch.add, terms)
         return functional.pad(total.to(query.dtype), (prefix, 0, prefix, 0))
 
 
@@ -179,13 +172,13 @@ def pair_distance(vectors: Tensor) -> Tensor:
 
     The gradient of a distance of 0 is 0.
     """
-    # Of differences: |a|^2 + |b|^2 - 2 a.b is off by |a| sqrt(epsilon) near 0, 2e-3 in float32,
-    # and misses equal vectors.
+    # From differences: |a|^2 + |b|^2 - 2 a.b is off by |a| sqrt(epsilon) near 0, 2e-3 in float32,
+    # and not 0 for equal vectors.
     return _PairDistance.apply(vectors)
 
 
 class _PairDistance(torch.autograd.Function):
-    """Distances that save vectors and distances alone, where autograd would keep all (T, T, n)."""
+    """`pair_distance`; saves vectors and distances, where autograd would save (T, T, n)."""
 
     generate_vmap_rule = True
 
@@ -206,7 +199,7 @@ class _PairDistance(torch.autograd.Function):
         distinct = distance > 0
         # With pull = gradient / distance the gradient at i is sum_j pull_ij (z_i - z_j).
         pull = torch.where(distinct, gradient / torch.where(distinct, distance, 1), 0)
-        # As a matrix product it cancels where distances are small, so it is formed in float64,
+        # As a matrix product it loses digits where distances are small: it is computed in float64,
         # except on MPS, which has neither float64 nor TF32.
         wide = vectors.float() if vectors.device.type == "mps" else vectors.double()
         pull = pull.to(wide.dtype)
@@ -215,7 +208,7 @@ class _PairDistance(torch.autograd.Function):
 
 
 def _distance_by_entry(vectors: Tensor) -> Tensor:
-    # On GPUs cdist would give every pair a block of threads.
+    # For GPUs, where cdist runs a block of threads for every pair.
     squared = vectors.new_zeros(*vectors.shape[:-1], vectors.shape[-2])
     for entry in vectors.unbind(-1):
         step = entry[..., :, None] - entry[..., None, :]
@@ -227,14 +220,14 @@ def _positions(gates: Tensor, summation: Summation) -> Tensor:
     """Return p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
     if summation == "suffix":
         return count_from_end(gates)
-    # One sum to either side, as a difference of two running sums would lose digits.
+    # A sum to either side, as a difference of two cumulative sums would lose digits.
     ahead = gates.triu().cumsum(-1)
     behind = count_from_end(gates.tril())
     return ahead + behind.tril(-1)
 
 
 def _lines(x: Tensor, rows: int, columns: int, vertical: bool) -> Tensor:
-    """Group raster-order patches by line: (..., rows, columns, d), or columns first if upright."""
+    """Group patches by row, (..., rows, columns, d), or by column, (..., columns, rows, d)."""
     lines = x.unflatten(-2, (rows, columns))
     return lines.transpose(-3, -2) if vertical else lines
 

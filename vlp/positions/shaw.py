@@ -16,23 +16,22 @@ ROLES = ("key", "value")
 class ShawPosition(ClippedPosition):
     """Relative positions of Shaw et al. 2018, on images as iRPE compares them (Eqs 7-9).
 
-    Logits gain q_i p^K_ij over the root of the head width (Eq. 8), outputs sum_j a_ij p^V_ij (Eq.
-    7). On images p_ij is a row of iRPE's product method with the clip function, shared by all heads
-    (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on keys and
-    values. The default reach has the 7 x 7 + 1 = 50 rows of the paper's own product method. The
-    costs in its Table 5 (4,659M) count keys alone: `roles=("key",)`.
+    It adds q_i p^K_ij / sqrt(head width) to the logits (Eq. 8) and sum_j a_ij p^V_ij to the output
+    (Eq. 7). On images p_ij is a row of iRPE's product method with the clip function, shared by all
+    heads (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" on keys
+    and values. With the default reach it has the 7 x 7 + 1 = 50 rows of the paper's product method.
+    The costs in its Table 5 (4,659M) count keys alone: `roles=("key",)`.
 
-    Offsets beyond the reach share the row of the furthest one, axis by axis, and pairs with prefix
-    tokens have a row (papers.md#irpe-i10). Tables start at zero, which leaves the layer as it was.
+    Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
+    (papers.md#irpe-i10). Tables start at zero, at which the layer's function is unchanged.
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid; also for `reach` None.
-        roles: which of key, value carry the position.
-        offsets: "product", or "raster" for the 1D encoding over patches in raster order or a
-            sentence.
-        reach: k of Eq. 9: the longest offset with its own row, per axis, in patches; None: the
-            longest of `grid`.
+        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        roles: which of key, value have positions.
+        offsets: "product", or "raster" for a sentence, or for patches as a sequence.
+        reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the
+            longest offset of `grid`.
         shared_heads: one table for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.
     """
@@ -59,12 +58,12 @@ class ShawPosition(ClippedPosition):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the hooks that the roles need."""
-        # Without `value` attention stays fused.
+        """Return the hooks of the roles."""
+        # Without the hook `value` attention may be fused.
         return frozenset({"key": "bias", "value": "value"}[role] for role in self.roles)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return q_i p^K_ij over the root of the head width (Eq. 8)."""
+        """Return q_i p^K_ij / sqrt(head width) (Eq. 8)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
 

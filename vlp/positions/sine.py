@@ -1,4 +1,4 @@
-"""Fixed sinusoids of positions: along raster order, along each axis, or of several axes at once."""
+"""Fixed sinusoids of positions: of raster order, of each coordinate, or of whole coordinates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frequencies(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians a unit."""
+    """Return temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians per unit."""
     if channels < 2 or channels % 2:
         raise ValueError(f"{channels} channels are no pairs of sine and cosine")
     if not temperature > 0:
@@ -43,38 +43,39 @@ def sinusoid(
 ) -> Tensor:
     """Return sinusoids of positions (Vaswani et al.; Li et al., Eq. 1; in ViTARC's Eq. 13).
 
-    Frequencies fall from 1 to almost 1 / temperature; products of encodings depend on offsets
-    alone.
+    Products of two encodings depend on the offset alone.
 
     Args:
-        positions: (...), any number type.
+        positions: (...), any dtype.
         channels: of the encoding; even.
-        temperature: ratio of the slowest to the fastest frequency, nearly.
-        layout: "halves", all sines and then all cosines (papers.md#vitarc-v10), or "interleaved",
-            sine and cosine of each frequency side by side as Vaswani et al. print it.
+        temperature: frequencies fall from 1 to nearly 1 / temperature.
+        layout: "halves", all sines, then all cosines (papers.md#vitarc-v10), or "interleaved",
+            sine and cosine of each frequency in turn, as Vaswani et al. print it.
 
     Returns:
-        (..., channels), the positions' type (integers: float32); half is computed in float32.
+        (..., channels) in the dtype of `positions`, float32 for integers; half precision is
+        computed in float32.
     """
     dtype = torch.promote_types(positions.dtype, torch.float32)
-    steps = frequencies(channels, temperature, dtype, positions.device)
-    out = _waves(positions.to(dtype).unsqueeze(-1) * steps, layout)
+    freqs = frequencies(channels, temperature, dtype, positions.device)
+    out = _waves(positions.to(dtype).unsqueeze(-1) * freqs, layout)
     return out.to(positions.dtype) if positions.is_floating_point() else out
 
 
 def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
-    """Return sinusoids of several coordinates at once, sin(w . x) and cos(w . x): MD-Sine.
+    """Return sinusoids of whole coordinates, sin(w . x) and cos(w . x): MD-Sine.
 
-    **Reconstruction (papers.md#fourier-f11).** Appendix C of Li et al. lost its formula; its prose
-    'adapts the original frequencies for each dimension' of a linear combination. A row of
-    frequencies per channel gives every combination.
+    **Reconstruction (papers.md#fourier-f11).** The available text of Appendix C of Li et al. lost
+    the formula; its prose 'adapts the original frequencies for each dimension' of a linear
+    combination. Frequencies (channels / 2, M) allow every linear combination.
 
     Args:
         coords: (..., M).
-        freqs: (channels / 2,), shared by the coordinates, or (channels / 2, M).
+        freqs: w, (channels / 2,) for all coordinates, or (channels / 2, M).
+        layout: see `sinusoid`.
 
     Returns:
-        (..., channels), number type as for `sinusoid`.
+        (..., channels), dtype as in `sinusoid`.
     """
     if freqs.ndim not in (1, 2) or (freqs.ndim == 2 and freqs.shape[1] != coords.shape[-1]):
         raise ValueError(
@@ -83,12 +84,11 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
         )
     dtype = torch.promote_types(coords.dtype, torch.float32)
     exact, freqs = coords.to(dtype), freqs.to(coords.device, dtype)
-    # Where one set of frequencies serves all coordinates only their sum counts, which fits the
-    # paper's poor result.
     if freqs.ndim == 1:
+        # Positions of equal coordinate sums are then equal, which fits the paper's poor result.
         angles = exact.sum(-1, keepdim=True) * freqs
     else:
-        # Not a matrix product: autocast and TF32 would round the angles.
+        # Not a matrix product, in which autocast and TF32 would round the angles.
         angles = (exact.unsqueeze(-2) * freqs).sum(-1)
     out = _waves(angles, layout)
     return out.to(coords.dtype) if coords.is_floating_point() else out
@@ -97,27 +97,25 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
 class SinePosition(TokenEncoding):
     """`sine-1d`, `sine-2d`, `sine-4d`: sinusoids of coordinates (papers.md#fourier-f12).
 
-    The coordinates' parts are concatenated. `sine-1d` numbers the tokens after the prefix.
-    `sine-2d` gives half of the channels to the row and half to the column; `sine-4d` a quarter each
-    to top, left, bottom and right of a box, in Li et al.'s order. On a plain grid each patch is its
-    own box. With `mlp` the sinusoids pass the MLP of the Fourier encoder ('Sine + MLP'), all at
-    once or in groups of coordinates that share it ('Sine-4D+MLP-2/2').
+    `sine-1d` numbers the tokens after the prefix. `sine-2d` concatenates sinusoids of row and
+    column; `sine-4d` of top, left, bottom and right of a box, in Li et al.'s order, where each
+    patch of a grid is a box. With `mlp` the sinusoids pass the MLP of the Fourier encoder ('Sine +
+    MLP'), together or in groups of coordinates that share it ('Sine-4D+MLP-2/2').
 
-    Coordinates count patches by default, as Eq. 1 counts tokens and as Reformer and ViTARC count
-    pixels. `extent` normalises them: 2 pi is DETR's range, 100 the paper's widget captioning.
-    Coordinates of the context are shares of the image and need either `extent` or a grid. Grids of
-    every size and shape work. Prefix tokens get no position.
+    Coordinates count patches by default, as Eq. 1 counts tokens. `extent` normalises them: 2 pi is
+    DETR's range, 100 that of the paper's widget captioning. The context's coordinates are shares of
+    the image and need `extent` or a grid. Any grid works. Prefix tokens get no position.
 
     Args:
         dimensions: 1, 2 or 4.
         width: channels of the tokens; a multiple of twice the dimensions.
         grid: (rows, columns) where the context has no grid; sine-1d needs no grid.
         temperature: see `sinusoid`.
-        layout: see `sinusoid`; within each coordinate's part.
+        layout: see `sinusoid`; of each coordinate.
         extent: the image's width and height (sine-1d: the sequence's length) in the unit of the
             sinusoids; None counts patches.
-        mlp: hidden channels of an MLP on top, or None.
-        groups: parts of the coordinates to which the MLP is applied separately.
+        mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
+        groups: number of groups of coordinates.
         approximate: see `Modulator`.
         mixer: see `TokenEncoding`.
     """
@@ -145,8 +143,8 @@ class SinePosition(TokenEncoding):
             )
         if groups < 1 or dimensions % groups or (groups > 1 and mlp is None):
             raise ValueError(
-                f"{self.name}: {groups} groups, where an MLP serves groups that divide the "
-                f"{dimensions} coordinates"
+                f"{self.name}: {groups} groups must divide the {dimensions} coordinates and need "
+                "the option mlp"
             )
         if mlp is None:
             require_defaults(self.name, SinePosition, "without mlp", approximate=approximate)
@@ -174,7 +172,7 @@ class SinePosition(TokenEncoding):
         return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
 
     def _order(self, x: Tensor, context: PositionContext) -> Tensor:
-        """Return numbers of the tokens after the prefix: (B or 1, T - prefix, 1)."""
+        """Return the positions of the tokens after the prefix: (B or 1, T - prefix, 1)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = sequence_length(self.name, x, context)
         index = torch.arange(length, dtype=dtype, device=x.device)[None, :, None]
@@ -189,19 +187,18 @@ class MDSinePosition(TokenEncoding):
     """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
 
     The baseline MD-Sine of Li et al. 2021. **Reconstruction (papers.md#fourier-f11)**: see
-    `md_sinusoid`. Default frequencies are a scalar position's for every coordinate. Units, grids,
-    prefix tokens and the MLP are as in `SinePosition`, without groups.
+    `md_sinusoid`. Units, grids, prefix tokens and the MLP are as in `SinePosition`, without groups.
 
     Args:
         width: channels of the tokens; even.
         grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
-        freqs: width / 2 numbers, or as many rows with one number per coordinate (x first), in
-            radians a unit; None takes `frequencies`.
+        freqs: width / 2 numbers, or width / 2 rows of a number per coordinate (x first), in radians
+            per unit; None: `frequencies`.
         temperature: of the default frequencies.
         layout: see `sinusoid`.
         extent: the image's width and height in the unit of the sinusoids; None counts patches.
-        mlp: hidden channels of an MLP on top, or None.
+        mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
         approximate: see `Modulator`.
         mixer: see `TokenEncoding`.
     """
@@ -229,18 +226,17 @@ class MDSinePosition(TokenEncoding):
         require_extent(self.name, extent)
         # On the CPU, as `meta` has no numbers.
         cpu = torch.device("cpu")
-        shared = frequencies(width, temperature, torch.float64, cpu)
-        steps = shared if freqs is None else torch.as_tensor(freqs, dtype=shared.dtype, device=cpu)
-        probe = torch.zeros(1, dimensions, device=cpu)
+        values = frequencies(width, temperature, torch.float64, cpu)
+        if freqs is not None:
+            values = torch.as_tensor(freqs, dtype=values.dtype, device=cpu)
         # Raises for other shapes and layouts.
-        md_sinusoid(probe, steps, layout)
-        if len(steps) != width // 2:
-            raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(steps)}")
-        # No buffer: `module.to(bfloat16)` would round it, and angles grow with it.
-        self.freqs = steps.tolist()
-        self.dimensions = dimensions
+        md_sinusoid(torch.zeros(1, dimensions, device=cpu), values, layout)
+        if len(values) != width // 2:
+            raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(values)}")
+        # Not a buffer, which `module.to(bfloat16)` would round.
+        self.freqs = values.tolist()
+        self.dimensions, self.layout, self.extent = dimensions, layout, extent
         self.grid = None if grid is None else (grid[0], grid[1])
-        self.layout, self.extent = layout, extent
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
@@ -252,7 +248,7 @@ class MDSinePosition(TokenEncoding):
 
 
 def _waves(angles: Tensor, layout: str) -> Tensor:
-    """Map (..., pairs) to (..., 2 pairs)."""
+    """Return sines and cosines of angles (..., pairs): (..., 2 pairs)."""
     require_choice("layout", layout, LAYOUTS)
     if layout == "halves":
         return torch.cat([angles.sin(), angles.cos()], -1)

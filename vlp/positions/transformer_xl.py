@@ -1,4 +1,4 @@
-"""`transformer-xl`: sinusoids of the offset, projected, and two global biases of queries."""
+"""`transformer-xl`: projected sinusoids of the offset, and two global query biases."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ def transformer_xl_lookups(
     """Return the terms of iRPE's Eq. 10: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
 
     Args:
-        query: (batch, heads, T, channels).
-        key: the same.
-        relative: (1 or heads, rows, channels), r = s W^R.
+        query, key: (batch, heads, T, channels).
+        relative: r = s W^R, (1 or heads, rows, channels).
         ids: int64 (tables, T, T), rows of `relative`.
-        u: (1 or heads, 1, channels), the global interest in a key's content.
-        v: the same, the global interest in its position.
+        u, v: (1 or heads, 1, channels), global query biases for a key's content and position.
     """
     scale = query.shape[-1] ** -0.5
     content = key @ u.to(key.dtype).mT * scale
@@ -40,27 +38,27 @@ class TransformerXLPosition(ClippedPosition):
     """Relative positions of Transformer-XL (Dai et al. 2019), on images as iRPE compares them.
 
     On images s is the sinusoid of the number that iRPE's product method with the clip function
-    gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx), counted from the centre (supplement 4,
-    papers.md#irpe-i15); W^R absorbs the start of counting and the sinusoids' layout
-    (papers.md#irpe-i17). W^R, u and v are shared by all heads by default, as the paper says of the
-    encodings it adapts; with `shared_heads=False` each head has its own, as in Transformer-XL. The
-    printed square W^R leaves the width of s open: the layer's by default, as in Transformer-XL.
+    gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx) (supplement 4, papers.md#irpe-i15); W^R
+    absorbs a constant shift of the numbers, and the sinusoids' layout (papers.md#irpe-i17). W^R, u
+    and v are shared by all heads by default, as in the paper; in Transformer-XL each head has its
+    own. The printed square W^R leaves the width of s open: by default it is the layer's, as in
+    Transformer-XL.
 
-    Beyond the reach, offsets are clipped, axis by axis; a long reach costs no parameters. Pairs
-    with prefix tokens have one learned vector in place of s W^R, the extra row of the product
-    method (papers.md#irpe-i10).
+    Offsets are clipped to the reach on each axis; a longer reach adds no parameters. Pairs with
+    prefix tokens have a learned vector in place of s W^R (papers.md#irpe-i10).
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid; also for `reach` None.
-        offsets: "product"; "axes" for sinusoids of dx and dy, each half as wide; or "raster" for
-            the 1D encoding over patches in raster order or a sentence.
-        reach: the longest distinct offset, per axis, in patches; None: the longest of `grid`.
+        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        offsets: "product"; "axes", concatenated sinusoids of dx and dy; or "raster", for a
+            sentence, or for patches as a sequence.
+        reach: the longest offset of an axis, in patches, that is not clipped; None: the longest
+            offset of `grid`.
         shared_heads: the same W^R, u and v for all heads.
         prefix_bucket: whether there is a vector for pairs with prefix tokens.
         sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.
-        temperature: of the sinusoids, see `vlp.positions.sine.sinusoid`.
-        layout: "halves" or "interleaved", see the same.
+        temperature: see `vlp.positions.sine.sinusoid`.
+        layout: see `vlp.positions.sine.sinusoid`.
     """
 
     NO_WEIGHT_DECAY = ("u", "v", "prefix")
@@ -81,8 +79,8 @@ class TransformerXLPosition(ClippedPosition):
         temperature: float = 10_000.0,
         layout: str = "halves",
     ) -> None:
-        # The paper's text is followed where its Table 5 disagrees: 4,828M operations speak for all
-        # 27 x 27 offsets of 14 x 14 patches, a reach of 13.
+        # The paper's text disagrees with its Table 5, where 4,828M operations imply all 27 x 27
+        # offsets of 14 x 14 patches, a reach of 13. The default follows the text.
         super().__init__(
             "transformer-xl", width, heads, grid, offsets, reach, shared_heads, prefix_bucket
         )
@@ -96,19 +94,19 @@ class TransformerXLPosition(ClippedPosition):
         # Raises for impossible options.
         sinusoid(torch.zeros(1), channels, temperature, layout)
         self.temperature, self.layout = temperature, layout
-        first, head_width = self.table_heads, self.head_width
-        # Zeros leave a trained layer as it was.
-        self.projection = nn.Parameter(torch.zeros(first, channels, head_width))
-        self.u = nn.Parameter(torch.zeros(first, 1, head_width))
-        self.v = nn.Parameter(torch.zeros(first, 1, head_width))
-        self.prefix = nn.Parameter(torch.zeros(first, 1, head_width)) if prefix_bucket else None
+        heads, head_width = self.table_heads, self.head_width
+        # At zero the layer's function is unchanged.
+        self.projection = nn.Parameter(torch.zeros(heads, channels, head_width))
+        self.u = nn.Parameter(torch.zeros(heads, 1, head_width))
+        self.v = nn.Parameter(torch.zeros(heads, 1, head_width))
+        self.prefix = nn.Parameter(torch.zeros(heads, 1, head_width)) if prefix_bucket else None
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return `transformer_xl_lookups` of one layer."""
         grid = require_grid_tokens(
             self.name, context, self.grid, query.shape[-2], key.shape[-2], self.prefix_bucket
         )
-        # Rows beyond the grid at hand would be projected and never read.
+        # Offsets that this grid lacks are not projected.
         reach = min(self.reach, longest_offset(self.offsets, grid))
         ids = cached_ids(query.device, self.offsets, *grid, reach, context.prefix_tokens)
         relative = self._relative(reach)
@@ -119,8 +117,8 @@ class TransformerXLPosition(ClippedPosition):
     def _relative(self, reach: int) -> Tensor:
         """Return s W^R of every offset on a grid, (1 or heads, rows, head width).
 
-        The prefix's row comes last; with axes, rows before columns, and one of its two rows is
-        zero.
+        The prefix's row comes last. With axes there are two tables, vertical then horizontal, and
+        the first table's prefix row is zero, as the rows of both are added.
         """
         sines = functools.partial(
             _cached_sinusoids,
@@ -136,11 +134,11 @@ class TransformerXLPosition(ClippedPosition):
             stride = 2 * self.reach + 1 if self.offsets == "product" else 0
             projected = sines(channels, stride) @ self.projection
             return torch.cat([projected.to(self.u.dtype), *prefix], 1)
-        # dx first (papers.md#irpe-i16).
-        along_x, along_y = self.projection.chunk(2, 1)
-        projected = sines(channels // 2, 0)
+        # In s dx comes first (papers.md#irpe-i16).
+        projection_x, projection_y = self.projection.chunk(2, 1)
+        sinusoids = sines(channels // 2, 0)
         zero = [torch.zeros_like(row) for row in prefix]
-        parts = [projected @ along_y, *zero, projected @ along_x, *prefix]
+        parts = [sinusoids @ projection_y, *zero, sinusoids @ projection_x, *prefix]
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)
 
 
@@ -154,8 +152,8 @@ def _cached_sinusoids(
     temperature: float,
     layout: str,
 ) -> Tensor:
-    """Return sinusoids of -reach..reach, with a stride of all pairs dy * stride + dx."""
-    # Made on the CPU in float64, so that they do not depend on the device.
+    """Return sinusoids of -reach..reach, or for a stride of dy * stride + dx for all pairs."""
+    # Computed on the CPU in float64, so that they do not depend on the device.
     offsets = torch.arange(-reach, reach + 1, device="cpu")
     if stride:
         offsets = (offsets[:, None] * stride + offsets).flatten()

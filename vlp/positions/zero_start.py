@@ -1,6 +1,8 @@
-"""Zero initialisation, at which encodings leave a trained model's function as it was."""
+"""Zero initialisation, at which encodings leave a trained model's function unchanged."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -13,26 +15,23 @@ from vlp.positions.rotary import RotaryMixed
 
 @torch.no_grad()
 def zero_start(module: nn.Module) -> None:
-    """Set to zero the parameters that silence encodings in a module and can be trained from there.
+    """Set to zero those parameters of a module's encodings at which they have no effect but learn.
 
     These are the last layer of MLPs on positions (`fourier`, `mlp`, sinusoids with `mlp`), the
     projection of `fourier`, the tables of `learned-1d`, `learned-2d` and `learned-4d`, and the
-    frequencies of `rope-mixed`. Most other tables start at zero. Without such a parameter an
-    encoding stays as it is: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids without MLP, `fourier`
-    without MLP and projection, `object`; and `sape`, where equal tables would never move.
+    frequencies of `rope-mixed`. Most other tables start at zero anyway. Unchanged are encodings
+    without such a parameter: `alibi-2d`, `rope-1d`, `rope-axial`, sinusoids without MLP, `fourier`
+    without MLP and projection, `object`; and `sape`, where zero tables get no gradient.
     """
     for part in module.modules():
+        parameters: Iterable[nn.Parameter] = ()
         if isinstance(part, Modulator):
-            _silence(part.dense_out)
+            parameters = part.dense_out.parameters()
         elif isinstance(part, FourierPosition) and isinstance(part.modulator, nn.Linear):
-            _silence(part.modulator)
+            parameters = part.modulator.parameters()
         elif isinstance(part, LearnedPosition | LearnedGridPosition | LearnedBoxPosition):
-            for table in part.NO_WEIGHT_DECAY:
-                nn.init.zeros_(getattr(part, table))
+            parameters = (getattr(part, table) for table in part.NO_WEIGHT_DECAY)
         elif isinstance(part, RotaryMixed):
-            part.frequency_table.zero_()
-
-
-def _silence(layer: nn.Linear) -> None:
-    for parameter in layer.parameters():
-        nn.init.zeros_(parameter)
+            parameters = part.parameters()
+        for parameter in parameters:
+            nn.init.zeros_(parameter)

@@ -1,4 +1,4 @@
-"""Adapters that attach encodings to timm's models, one for each family of models."""
+"""Adapters that attach encodings to timm's models, by family of models."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from vlp.layers.backbones import attention
 from vlp.layers.backbones.attention import ContextStore, TokenEncodings
 from vlp.layers.blocks import no_weight_decay
-from vlp.positions.base import PositionContext, PositionEncoding, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method
 
 
 class PositionedModel(nn.Module):
-    """A timm model with encodings, which also names their parameters for optimisers."""
+    """Base of timm models with encodings: settings of the encodings' parameters for optimisers."""
 
     def no_weight_decay(self) -> set[str]:
         """Return names of parameters exempt from weight decay: timm's own and the encodings'."""
@@ -38,13 +38,13 @@ class PositionedModel(nn.Module):
 
 
 class PositionedPatchModel(PositionedModel):
-    """A model with encodings and a patch convolution that writes the context of its tokens."""
+    """Base of timm models with a hook on the patch convolution that records the grid."""
 
     context_store: ContextStore
 
     def set_input_size(self, *sizes: Any, **options: Any) -> None:
         """Set the size as timm does."""
-        # For another patch size timm makes another convolution, without the hook.
+        # For another patch size timm creates another convolution, without the hook.
         model: Any = self
         convolution = model.patch_embed.proj
         super().set_input_size(*sizes, **options)  # type: ignore[misc]
@@ -55,29 +55,28 @@ class PositionedPatchModel(PositionedModel):
 class PositionedVisionTransformer(PositionedModel, VisionTransformer):
     """A timm ViT with the token encodings `positions`, after its own `pos_embed`.
 
-    They act once, before patches are dropped; timm's `pos_drop` acts on the encoded tokens where
-    there is no `pos_embed`.
+    They act before patches are dropped, and without `pos_embed` before the dropout `pos_drop`.
     """
 
     positions: nn.ModuleList
     context_store: ContextStore
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add positions to patches (batch, patches or rows and columns, width) -> all tokens."""
+        """Add prefix and positions to patches (batch, patches or rows and columns, width)."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.context_store.write(int(rows), int(columns))
         x = self._embed_absolute(x)
         for encoding in self.positions:
-            x = through_call(encoding, PositionEncoding.tokens, x, context)
+            x = call_method(encoding, PositionEncoding.tokens, x, context)
         return self.pos_drop(x) if self.pos_embed is None and len(self.positions) else x
 
     def _embed_absolute(self, x: Tensor) -> Tensor:
         if self.pos_embed is not None:
             return super()._pos_embed(x)
-        # Without pos_embed distilled models fail in timm, and older versions lose the prefix.
+        # Without `pos_embed` timm's distilled models fail, and its older versions omit the prefix.
         second = self.dist_token if isinstance(self, VisionTransformerDistilled) else self.reg_token
         prefix = [token for token in (self.cls_token, second) if token is not None]
-        # Not `len`, which has no graph.
+        # Not `len`, which `torch.jit.trace` makes a constant.
         batch = x.shape[0]
         patches = x.reshape(batch, -1, x.shape[-1])
         return torch.cat([*(token.expand(batch, -1, -1) for token in prefix), patches], 1)
@@ -120,13 +119,13 @@ class PositionedPatchEmbed(PatchEmbed):
         context = PositionContext((int(rows), int(columns)))
         tokens = x.flatten(1, 2)
         for encoding in self.positions:
-            tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
+            tokens = call_method(encoding, PositionEncoding.tokens, tokens, context)
         return tokens.reshape(x.shape)
 
 
 Grid = tuple[int, int]
 
-# Positioned counterparts of timm's layers of attention.
+# Class with encodings, by timm's class of attention.
 ATTENTION: dict[type, type] = {
     attention.Attention: attention.PositionedAttention,
     attention.AttentionRope: attention.PositionedAttentionRope,
@@ -137,7 +136,7 @@ ATTENTION: dict[type, type] = {
     attention.WindowAttentionV2: attention.PositionedWindowAttentionV2,
 }
 
-# Names of parameters that are 0 where a model's own positions are dropped.
+# Names of the parameters of a model's own positions, which `Adapter.drop` sets to 0.
 MODEL_POSITIONS = re.compile(
     r"(^|\.)(pos_embed|position_embeddings?(\.weight)?|relative_position_bias_table"
     r"|(shared_)?rel_pos\.mlp\.fc2\.(weight|bias))$"
@@ -147,12 +146,14 @@ MODEL_POSITIONS = re.compile(
 class Adapter:
     """Base adapter, for models with one module of embedded tokens and a list of blocks."""
 
-    # Positioned counterparts of the family's classes.
+    # Class with encodings, by timm's class.
     positioned: ClassVar[dict[type, type]]
-    # Module that outputs the embedded tokens.
-    embedded: ClassVar[str] = "pos_drop"
-    # Whether these tokens have the prefix already.
-    with_prefix: ClassVar[bool] = True
+    # Name of the module that outputs the embedded tokens.
+    token_module: ClassVar[str] = "pos_drop"
+    # Whether these tokens include the prefix.
+    has_prefix: ClassVar[bool] = True
+    # Whether a hook of the patch convolution records the grid.
+    hooks_grid: ClassVar[bool] = True
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -169,13 +170,28 @@ class Adapter:
         return int(rows), int(columns)
 
     @property
-    def dropped(self) -> float:
-        """Return the share of patches that training leaves out."""
+    def patch_drop_rate(self) -> float:
+        """Return the share of patches that timm's `patch_drop` drops in training."""
         return float(getattr(getattr(self.model, "patch_drop", None), "prob", 0.0))
 
     def layers(self) -> list[Any]:
-        """Return the layers of attention that may have encodings, in order."""
-        return attention_layers(self.blocks())
+        """Return the layers of attention in order, or raise ValueError for unsupported classes."""
+        # Exact classes alone, as the override of a subclass would be lost.
+        supported = {*ATTENTION, *ATTENTION.values()}
+        layers = []
+        for block in self.blocks():
+            parts = [part for part in block.modules() if not isinstance(part, PositionEncoding)]
+            block_layers = [part for part in parts if type(part) in supported]
+            names = [type(part).__name__ for part in parts[1:] if type(part) not in supported]
+            unsupported = [name for name in names if "Attention" in name or name.endswith("Attn")]
+            if unsupported or not block_layers:
+                reason = f"has {unsupported[0]}" if unsupported else "has no layer of attention"
+                raise ValueError(
+                    f"{type(block).__name__} {reason} that an encoding can be attached to; known "
+                    f"are {', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
+                )
+            layers += block_layers
+        return layers
 
     def blocks(self) -> Iterable[nn.Module]:
         """Return the blocks in order."""
@@ -183,33 +199,28 @@ class Adapter:
         return blocks
 
     def layer_grid(self, layer: Any) -> Grid:
-        """Return the grid that a layer attends within."""
+        """Return the grid (rows, columns) within which a layer attends."""
         return self.grid
 
     def require_tokens(self, name: str) -> None:
-        """Raise ValueError where the model cannot have encodings of tokens."""
+        """Raise ValueError if the model cannot have encodings of tokens."""
 
     def prepare(self) -> None:
-        """Make the model write the grid of its tokens."""
+        """Change the model's class to its class with encodings, which records the tokens' grid."""
         model = self.model
         if type(model) in self.positioned:
             model.__class__ = self.positioned[type(model)]
             model.context_store = ContextStore(int(getattr(model, "num_prefix_tokens", 0)))
-            self.hook_grid(model.context_store)
-
-    def hook_grid(self, store: ContextStore) -> None:
-        """Make the model write its grid when it embeds an image."""
-        self.model.patch_embed.proj.register_forward_hook(store.record_grid)
+            if self.hooks_grid:
+                model.patch_embed.proj.register_forward_hook(model.context_store.record_grid)
 
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of tokens."""
         model = self.model
         if not hasattr(model, "positions"):
-            model.positions = TokenEncodings(model.context_store, self.with_prefix).train(
-                model.training
-            )
-            embedded = model.get_submodule(self.embedded)
-            embedded.register_forward_hook(model.positions.encode)
+            positions = TokenEncodings(model.context_store, self.has_prefix).train(model.training)
+            model.positions = positions
+            model.get_submodule(self.token_module).register_forward_hook(positions.encode)
         model.positions.append(encoding)
 
     def add(self, layer: Any, encoding: PositionEncoding) -> None:
@@ -219,7 +230,7 @@ class Adapter:
         layer.positions.append(encoding)
 
     def drop(self) -> None:
-        """Remove the model's own positions: their parameters are 0 and frozen."""
+        """Remove the model's own positions: set their parameters to 0 and freeze them."""
         for name, parameter in self.model.named_parameters():
             if MODEL_POSITIONS.search(name):
                 nn.init.zeros_(parameter).requires_grad_(False)
@@ -236,14 +247,14 @@ class ViTAdapter(Adapter):
         VisionTransformerDistilled: PositionedVisionTransformerDistilled,
     }
 
+    # `_pos_embed` writes the grid.
+    hooks_grid = False
+
     def prepare(self) -> None:
-        """Add a list of encodings, which the model's `_pos_embed` applies."""
+        """Change the model's class; its `_pos_embed` applies the list `positions`."""
         super().prepare()
         if not hasattr(self.model, "positions"):
             self.model.positions = nn.ModuleList().train(self.model.training)
-
-    def hook_grid(self, store: ContextStore) -> None:
-        """Do nothing, as `_pos_embed` writes the grid."""
 
     def drop(self) -> None:
         """Remove the table of absolute positions."""
@@ -254,6 +265,10 @@ class SwinAdapter(Adapter):
     """A Swin: its encodings of attention act within windows."""
 
     positioned: ClassVar[dict[type, type]] = {SwinTransformer: PositionedSwinTransformer}
+    # The grid is a window, in every image.
+    hooks_grid = False
+    # Attribute of the relative position bias in layers of attention.
+    bias_attribute: ClassVar[str] = "relative_position_bias_table"
 
     def blocks(self) -> Iterable[nn.Module]:
         """Return the blocks of all stages."""
@@ -272,9 +287,6 @@ class SwinAdapter(Adapter):
                 f"{name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
             )
 
-    def hook_grid(self, store: ContextStore) -> None:
-        """Do nothing, as windows are the same for every image."""
-
     def add_tokens(self, encoding: PositionEncoding) -> None:
         """Add an encoding of the embedded patches."""
         embed = self.model.patch_embed
@@ -287,75 +299,44 @@ class SwinAdapter(Adapter):
         """Remove the relative position bias."""
         for layer in self.layers():
             add_positions_to(layer)
-            layer.relative_position_bias_table = None
+            setattr(layer, self.bias_attribute, None)
 
 
 class SwinV2Adapter(SwinAdapter):
     """A Swin V2."""
 
     positioned: ClassVar[dict[type, type]] = {SwinTransformerV2: PositionedSwinTransformerV2}
-
-    def drop(self) -> None:
-        """Remove the MLP of the relative position bias."""
-        for layer in self.layers():
-            add_positions_to(layer)
-            layer.cpb_mlp = None
+    bias_attribute = "cpb_mlp"
 
 
 class EvaAdapter(Adapter):
-    """EVA, BEiT: tokens with their prefix come out of the dropout of positions."""
+    """EVA, BEiT: `pos_drop` outputs all tokens."""
 
-    positioned: ClassVar[dict[type, type]] = {
-        Eva: PositionedEva,
-        Beit: PositionedBeit,
-    }
+    positioned: ClassVar[dict[type, type]] = {Eva: PositionedEva, Beit: PositionedBeit}
 
 
 class RelPosAdapter(Adapter):
-    """ViTs with relative positions: no position is added to the patches."""
+    """ViTs with relative positions: `patch_embed.norm` outputs patches without the prefix."""
 
     positioned: ClassVar[dict[type, type]] = {VisionTransformerRelPos: PositionedRelPos}
-    embedded, with_prefix = "patch_embed.norm", False
+    token_module, has_prefix = "patch_embed.norm", False
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (
-    ViTAdapter,
-    SwinAdapter,
-    SwinV2Adapter,
-    EvaAdapter,
-    RelPosAdapter,
+    *(ViTAdapter, SwinAdapter, SwinV2Adapter),
+    *(EvaAdapter, RelPosAdapter),
 )
 
 
 def add_positions_to(layer: Any) -> None:
-    """Change a layer of attention to its positioned counterpart, without encodings."""
+    """Change a layer of attention to its class with encodings, as yet without any."""
     if type(layer) in ATTENTION:
         layer.__class__ = ATTENTION[type(layer)]
         layer.positions = nn.ModuleList().train(layer.training)
 
 
-def attention_layers(blocks: Iterable[nn.Module]) -> list[Any]:
-    """Return the layers of attention of some blocks, or raise ValueError for other classes."""
-    # Exact classes alone, as the override of a subclass would be lost.
-    supported = {*ATTENTION, *ATTENTION.values()}
-    layers = []
-    for block in blocks:
-        parts = [part for part in block.modules() if not isinstance(part, PositionEncoding)]
-        positioned = [part for part in parts if type(part) in supported]
-        names = [type(part).__name__ for part in parts[1:] if type(part) not in supported]
-        unsupported = [name for name in names if "Attention" in name or name.endswith("Attn")]
-        if unsupported or not positioned:
-            reason = f"has {unsupported[0]}" if unsupported else "has no layer of attention"
-            raise ValueError(
-                f"{type(block).__name__} {reason} that an encoding is attached to; known are "
-                f"{', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
-            )
-        layers += positioned
-    return layers
-
-
 def sizes_of(layer: Any) -> tuple[Tensor, int, int]:
-    """Return a layer's projection weight, the width of its queries, and its number of heads."""
+    """Return a layer's query or joint projection weight, query width, and number of heads."""
     joint = getattr(layer, "qkv", None)
     query = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)
     weight: Tensor = (joint if joint is not None else query).weight  # type: ignore[union-attr]

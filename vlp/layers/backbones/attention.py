@@ -1,8 +1,8 @@
 """timm's attention layers with the hooks of position encodings.
 
-`vlp.positions.attach` changes the class of layers that exist, so that weights, their names, hooks
-and methods stay. Layers that end in `scaled_dot_product_attention` run their own `forward`, in
-which the hooks replace that call; the others have a `forward` here.
+`vlp.positions.attach` changes the class of existing layers, so that weights, names, hooks and
+methods stay. Where timm's `forward` calls `scaled_dot_product_attention`, that call is replaced;
+the other layers have a `forward` here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,13 +27,14 @@ from torch.overrides import TorchFunctionMode
 
 from vlp.layers.attention import Fused, attend, mask_bias
 from vlp.layers.blocks import ThreadLocal
-from vlp.positions.base import PositionContext, PositionEncoding, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method
 
-register_notrace_module(PositionEncoding)  # their shape checks have no graph
+# Shape checks of encodings cannot be traced by torch.fx.
+register_notrace_module(PositionEncoding)
 
 
 class _ThreadContexts(ThreadLocal):
-    """Contexts that the current thread wrote."""
+    """Contexts that the current thread wrote, by number of tokens."""
 
     def __init__(self) -> None:
         self.contexts: dict[int, PositionContext] = {}
@@ -41,12 +43,11 @@ class _ThreadContexts(ThreadLocal):
 class ContextStore:
     """Contexts of a model's tokens; the model writes them, its attention layers read them.
 
-    A plain object that they share, so that copies and pickles of the model share their own. A
-    thread reads its own writes. One that wrote nothing, as a GPU's backward pass, reads the last
-    writes; a backward thread that makes patches again goes on reading their grid.
+    The model and its layers refer to the same object, also in copies and pickles. A thread reads
+    what it wrote itself, or else, as a GPU's backward pass, what was written last.
 
     Args:
-        prefix_tokens: tokens without a position in front of the patches.
+        prefix_tokens: number of leading tokens without a position.
     """
 
     def __init__(self, prefix_tokens: int) -> None:
@@ -55,20 +56,20 @@ class ContextStore:
         self._thread_contexts = _ThreadContexts()
 
     def write(self, rows: int, columns: int) -> PositionContext:
-        """Set the grid (rows, columns) of the current images' patches."""
+        """Write the grid of the current images' patches, and return their context."""
         context = PositionContext((rows, columns), self.prefix_tokens)
         self._set(rows * columns, context)
         return context
 
     def write_sizes(self, sizes: Tensor, patches: int) -> None:
-        """Set images of different grids, in raster order, padded to the same number of patches.
+        """Write the grids of the current images, padded to the same number of patches.
 
-        Images of one grid without padding are that grid; of others tokens have coordinates, shares
-        of their image's width and height, and each image its own grid as their unit.
+        Images of the same grid without padding get the context of that grid, others one with
+        `coordinates` and `grids`.
 
         Args:
             sizes: (B, 2), rows and columns of each image.
-            patches: tokens of an image, with padding.
+            patches: patches of an image in raster order, including padding.
         """
         rows, columns = (int(size) for size in sizes[0])
         if rows * columns == patches and bool((sizes == sizes[0]).all()):
@@ -77,21 +78,19 @@ class ContextStore:
         patch = torch.arange(patches, device=sizes.device)
         height, width = sizes[:, :1], sizes[:, 1:]
         shares = [(patch % width + 0.5) / width, (patch // width + 0.5) / height]
-        # Patches of padding would lie below the image.
+        # Clamped, as padding would lie below the image.
         coordinates = torch.stack(shares, -1).clamp(0, 1)
-        self._set(
-            patches,
-            PositionContext(prefix_tokens=self.prefix_tokens, coordinates=coordinates, grids=sizes),
-        )
+        context = PositionContext(None, self.prefix_tokens, coordinates, grids=sizes)
+        self._set(patches, context)
 
     def _set(self, patches: int, context: PositionContext) -> None:
-        # By number of tokens, for activation checkpointing, which runs layers again after other
-        # images. Two grids of equally many patches (2 x 8 and 4 x 4) cannot be in flight together.
+        # By number of tokens, as activation checkpointing runs layers again after other images. Two
+        # grids of equally many patches (2 x 8 and 4 x 4) cannot be in flight together.
         for contexts in (self._contexts, self._thread_contexts.contexts):
             contexts[self.prefix_tokens + patches] = context
 
     def read(self, tokens: int) -> PositionContext:
-        """Return the context of a number of tokens, prefix included."""
+        """Return the context of the latest images with a number of tokens, prefix included."""
         if tokens not in self._contexts:
             sizes = ", ".join(map(str, self._contexts)) or "none so far"
             raise ValueError(
@@ -101,11 +100,11 @@ class ContextStore:
         return self._thread_contexts.contexts.get(tokens, self._contexts[tokens])
 
     def record_grid(self, convolution: nn.Module, arguments: Any, patches: Tensor) -> None:
-        """Read the grid from a patch embedding's output (B, width, rows, columns)."""
+        """Write the grid of a patch convolution's output (B, width, rows, columns), as its hook."""
         self.write(int(patches.shape[2]), int(patches.shape[3]))
 
     def record_sizes(self, embeds: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """Read the grids from the inputs of transformers' Siglip2VisionEmbeddings."""
+        """Write the grids of the inputs of transformers' Siglip2VisionEmbeddings, as its hook."""
         pixels, sizes = arguments
         self.write_sizes(sizes, int(pixels.shape[1]))
 
@@ -114,27 +113,27 @@ class TokenEncodings(nn.ModuleList):
     """Encodings of tokens, applied to a module's output by its forward hook.
 
     Args:
-        with_prefix: whether the output has the prefix tokens, too.
+        store: of the tokens' contexts.
+        has_prefix: whether the output includes the prefix tokens.
     """
 
-    def __init__(self, store: ContextStore, with_prefix: bool) -> None:
+    def __init__(self, store: ContextStore, has_prefix: bool) -> None:
         super().__init__()
-        self._store, self._with_prefix = store, with_prefix
+        self._store, self._has_prefix = store, has_prefix
 
     def encode(self, module: nn.Module, arguments: Any, tokens: Tensor) -> Tensor:
-        """Encode (B, tokens, width)."""
-        if self._with_prefix:
-            context = self._store.read(int(tokens.shape[1]))
-        else:
-            full_context = self._store.read(self._store.prefix_tokens + int(tokens.shape[1]))
-            context = replace(full_context, prefix_tokens=0)
+        """Apply the encodings to a module's output (B, tokens, width), as its forward hook."""
+        missing_prefix = 0 if self._has_prefix else self._store.prefix_tokens
+        context = self._store.read(missing_prefix + int(tokens.shape[1]))
+        if missing_prefix:
+            context = replace(context, prefix_tokens=0)
         for encoding in self:
-            tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
+            tokens = call_method(encoding, PositionEncoding.tokens, tokens, context)
         return tokens
 
 
 class _ReplacedAttention(TorchFunctionMode):
-    """Mode in which a function replaces PyTorch's attention, in this thread alone."""
+    """Mode in which a function replaces `scaled_dot_product_attention`, in this thread alone."""
 
     def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -146,11 +145,11 @@ class _ReplacedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Positioned(nn.Module):
-    """Mixin of timm's layers that call `scaled_dot_product_attention`.
+class PositionedLayer(nn.Module):
+    """Base of timm's layers that call `scaled_dot_product_attention`, with encodings.
 
-    `fused` is as in `attend`; with None timm's `fused_attn` may turn it off. On the explicit path
-    the probabilities pass through `attn_drop`, as they do in timm.
+    `fused` is as in `attend`; where it is None, `fused_attn` False selects the explicit path, on
+    which the attention weights pass through `attn_drop` as in timm.
     """
 
     positions: nn.ModuleList
@@ -161,8 +160,7 @@ class Positioned(nn.Module):
 
         @property
         def fused_attn(self) -> bool:
-            """Return True."""
-            # So that timm's `forward` makes the call that the hooks replace.
+            """Return True, so that timm's `forward` makes the call that is replaced."""
             return True
 
         @fused_attn.setter
@@ -171,20 +169,13 @@ class Positioned(nn.Module):
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Compute timm's `forward` with the encodings, for `x` (B, T, width)."""
-        context = self.context(x)
-
-        def attention(
-            query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-        ) -> Tensor:
-            return self.attend(context, query, key, value, *args, **kwargs)
-
-        with _ReplacedAttention(attention):
+        with _ReplacedAttention(partial(self.attend, self.context(x))):
             out: Tensor = super().forward(x, *arguments, **options)
         return out
 
     def context(self, x: Tensor) -> PositionContext:
         """Return the context of the tokens (B, T, width)."""
-        # The shape is a tensor in torch.jit.trace.
+        # `int`, as in torch.jit.trace sizes are tensors.
         return self.context_store.read(int(x.shape[1]))
 
     def attend(
@@ -198,7 +189,7 @@ class Positioned(nn.Module):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Attend in (B, heads, T, head width) with the hooks, in place of PyTorch's function."""
+        """Attend with the hooks: arguments as in `scaled_dot_product_attention`."""
         drop: nn.Module | None = getattr(self, "attn_drop", None)
         return attend(
             query,
@@ -206,44 +197,44 @@ class Positioned(nn.Module):
             value,
             self.positions,
             context,
-            _bias(attn_mask, is_causal, query),
+            _bias_from_mask(attn_mask, is_causal, query),
             False if self.fused is None and not self.__dict__["fused_attn"] else self.fused,
-            0.0 if drop is None else _rate(drop),
+            0.0 if drop is None else _dropout_rate(drop),
             drop,
             scale,
         )
 
 
 @register_notrace_module
-class PositionedAttention(Positioned, Attention):
+class PositionedAttention(PositionedLayer, Attention):
     """A ViT's self-attention over prefix and patches."""
 
 
 @register_notrace_module
-class PositionedAttentionRope(Positioned, AttentionRope):
+class PositionedAttentionRope(PositionedLayer, AttentionRope):
     """Self-attention with RoPE of its own, which turns queries and keys before encodings do."""
 
 
 @register_notrace_module
-class PositionedEvaAttention(Positioned, EvaAttention):
+class PositionedEvaAttention(PositionedLayer, EvaAttention):
     """Self-attention of EVA; its RoPE turns queries and keys before encodings do."""
 
 
 @register_notrace_module
-class PositionedBeitAttention(Positioned, BeitAttention):
+class PositionedBeitAttention(PositionedLayer, BeitAttention):
     """BEiT's self-attention with its relative position bias."""
 
 
 @register_notrace_module
-class PositionedRelPosAttention(Positioned, RelPosAttention):
+class PositionedRelPosAttention(PositionedLayer, RelPosAttention):
     """Self-attention of ViTs with a relative position bias, which stays."""
 
 
 @register_notrace_module
 class PositionedWindowAttention(WindowAttention):
-    """Swin's self-attention within windows, each a grid of its own without prefix.
+    """Swin's self-attention within windows, each of which is a grid without prefix.
 
-    Swin's mask of shifted windows stays, and its relative position bias, unless that table is None.
+    Swin's mask of shifted windows stays, and its relative position bias, unless the table is None.
     `fused` is as in `attend`.
     """
 
@@ -252,7 +243,7 @@ class PositionedWindowAttention(WindowAttention):
     relative_position_bias_table: nn.Parameter | None  # type: ignore[assignment]
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
-        """Set the window as timm does, also without a table."""
+        """Set the window as timm does, also without the table."""
         if self.relative_position_bias_table is not None:
             super().set_window_size(window_size)
         else:
@@ -263,10 +254,10 @@ class PositionedWindowAttention(WindowAttention):
         """Compute timm's `forward` with the encodings.
 
         Args:
-            x: (images * windows, T, width), an image's windows one after the other.
+            x: (images * windows, T, width), by image, then window.
             mask: (windows, T, T), added to the logits.
         """
-        query, key, value = _heads(self.qkv(x), self.num_heads)
+        query, key, value = _split_heads(self.qkv(x), self.num_heads)
         has_bias = self.relative_position_bias_table is not None
         bias = self._get_rel_pos_bias() if has_bias else None
         return _within_windows(self, query, key, value, bias, mask)
@@ -274,10 +265,10 @@ class PositionedWindowAttention(WindowAttention):
 
 @register_notrace_module
 class PositionedWindowAttentionV2(WindowAttentionV2):
-    """Swin V2's self-attention: encodings are added to cosines times a learned scale.
+    """Swin V2's self-attention, with logits that are cosines times a learned scale.
 
-    `rotate` turns unit vectors; `bias` is made of unit keys, and of unit queries times the scale.
-    Without `cpb_mlp` Swin's own bias is left out.
+    Hooks get unit keys, and unit queries times the scale. Without `cpb_mlp` there is no relative
+    position bias of Swin's own.
     """
 
     positions: nn.ModuleList
@@ -290,14 +281,15 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         if self.q_bias is not None:
             biases: Any = (self.q_bias, self.k_bias, self.v_bias)
             projected = projected + torch.cat(biases)
-        query, key, value = _heads(projected, self.num_heads)
+        query, key, value = _split_heads(projected, self.num_heads)
+        # As in timm: the scale is at most 100.
         scale = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
         query, key = functional.normalize(query, dim=-1) * scale, functional.normalize(key, dim=-1)
         bias = None if self.cpb_mlp is None else self._relative_bias()
         return _within_windows(self, query, key, value, bias, mask, scale=1.0)
 
     def _relative_bias(self) -> Tensor:
-        """Return 16 sigmoid(MLP(log distances)): (1, heads, T, T)."""
+        """Return Swin V2's bias, 16 sigmoid(MLP(log-spaced offsets)): (1, heads, T, T)."""
         layer: Any = self
         table = layer.cpb_mlp(layer.relative_coords_table).view(-1, self.num_heads)
         ids = layer.relative_position_index
@@ -326,7 +318,7 @@ def _within_windows(
         PositionContext((rows, columns)),
         bias,
         layer.fused,
-        _rate(layer.attn_drop),
+        _dropout_rate(layer.attn_drop),
         layer.attn_drop,
         scale,
     )
@@ -334,12 +326,13 @@ def _within_windows(
     return projected
 
 
-def _heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
+def _split_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Split (B, T, 3 * width) into queries, keys, values, each (B, heads, T, head width)."""
     return projected.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
-def _bias(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
+def _bias_from_mask(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
+    """Return the bias of a causal mask, of a boolean mask, or of one that is added to logits."""
     if is_causal:
         tokens = query.shape[-2]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
@@ -348,6 +341,6 @@ def _bias(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
     return mask_bias(mask, query.dtype)
 
 
-def _rate(dropout: nn.Module) -> float:
-    """Return the rate of a dropout layer, 0 for a replacement without a rate."""
+def _dropout_rate(dropout: nn.Module) -> float:
+    """Return a dropout layer's current rate, 0 in evaluation and for a layer without a rate."""
     return float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0

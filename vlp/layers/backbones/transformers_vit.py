@@ -1,7 +1,7 @@
 """Encodings in vision transformers of `transformers`, by its attention interface.
 
-A layer with encodings has a copy of its configuration, in which the attention function is the one
-of this module; its class, weights and names stay.
+A layer with encodings gets a copy of its configuration that selects the attention function of this
+module; its class, weights and names stay.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"))
 
 
 class TransformersContextStore(ContextStore):
-    """Contexts of such a model's tokens."""
+    """Contexts of a transformers model's tokens."""
 
-    # A pickle names this class, so that loading it registers the attention function below.
+    # Loading a pickle imports this module for the class, which registers the attention function.
 
 
 class TransformersAdapter(Adapter):
@@ -35,28 +35,28 @@ class TransformersAdapter(Adapter):
     positioned: ClassVar[dict[type, type]] = {}
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the embeddings and the layers."""
+        """Find the embeddings and the layers of attention."""
         super().__init__(model)
         name = type(model).__name__
-        candidates = [
-            (path, module)
+        embeddings = {
+            path: module
             for path, module in model.named_modules()
-            if type(module).__name__.endswith("Embeddings") and _patches(module) is not None
-        ]
+            if type(module).__name__.endswith("Embeddings") and _projection(module) is not None
+        }
         if hasattr(model.config, "text_config"):
             raise ValueError(f"{name} has a text encoder, too; attach to its vision_model alone")
-        paths = [path for path, _ in candidates]
-        inner = [x for x in candidates if not any(x[0].startswith(f"{path}.") for path in paths)]
+        # The outermost: ViTPatchEmbeddings, inside of ViTEmbeddings, output no prefix.
+        paths = [x for x in embeddings if not any(x.startswith(f"{y}.") for y in embeddings)]
         self._layers = [part for part in model.modules() if _is_attention(part)]
-        if len(inner) != 1 or not self._layers:
-            missing = "layers of attention" if len(inner) == 1 else "one embedding of patches"
+        if len(paths) != 1 or not self._layers:
+            missing = "layers of attention" if len(paths) == 1 else "one embedding of patches"
             raise ValueError(f"{name} of transformers has not {missing} that encodings could enter")
-        self._path, self._embeddings = inner[0]
-        self._projection = _patches(self._embeddings)
+        self._path, self._embeddings = paths[0], embeddings[paths[0]]
+        self._projection = _projection(self._embeddings)
 
     @property
-    def embedded(self) -> str:  # type: ignore[override]
-        """Return the module that outputs the embedded tokens."""
+    def token_module(self) -> str:  # type: ignore[override]
+        """Return the name of the module that outputs the embedded tokens."""
         return self._path
 
     @property
@@ -66,9 +66,9 @@ class TransformersAdapter(Adapter):
 
     @property
     def grid(self) -> Grid:
-        """Return the grid of patches of an image of the model's size."""
-        config = self._embeddings.config if hasattr(self._embeddings, "config") else None
-        config = self.model.config if config is None else config
+        """Return the grid (rows, columns) of patches of an image of the model's size."""
+        config = getattr(self._embeddings, "config", None) or self.model.config
+        # SigLIP 2 has no image size, and positions of a square grid.
         if not isinstance(self._projection, nn.Conv2d):
             side = int(config.num_patches**0.5)
             return side, side
@@ -78,23 +78,18 @@ class TransformersAdapter(Adapter):
 
     @property
     def prefix_tokens(self) -> int:
-        """Count the tokens in front of the patches: [CLS], the distillation token, registers."""
+        """Count the leading tokens without a position: [CLS], the distillation token, registers."""
         parameters = {name.rpartition(".")[2]: x for name, x in self._embeddings.named_parameters()}
         single = {"cls_token", "class_embedding", "distillation_token"} & parameters.keys()
         registers = parameters.get("register_tokens")
         return len(single) + (0 if registers is None else int(registers.shape[1]))
-
-    @property
-    def dropped(self) -> float:
-        """Return 0, as these models leave no patches out."""
-        return 0.0
 
     def layers(self) -> list[Any]:
         """Return the layers of attention in order."""
         return self._layers
 
     def prepare(self) -> None:
-        """Make the model write the grid of its tokens."""
+        """Record the grid whenever the model embeds an image."""
         if not hasattr(self.model, "context_store"):
             store = self.model.context_store = TransformersContextStore(self.prefix_tokens)
             if isinstance(self._projection, nn.Conv2d):
@@ -112,7 +107,7 @@ class TransformersAdapter(Adapter):
         layer.positions.append(encoding)
 
     def drop(self) -> None:
-        """Remove the model's own positions; angles of its RoPE become 0."""
+        """Remove the model's own positions; the frequencies of RoPE become 0."""
         super().drop()
         for name, buffer in self.model.named_buffers():
             if name.endswith("rope_embeddings.inv_freq"):
@@ -129,19 +124,17 @@ def attend_with_positions(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as a function of transformers' AttentionInterface, with the layer's encodings.
+    """Attend with the layer's encodings, as a function of transformers' AttentionInterface.
+
+    Returns (B, T, heads, head width), and None in place of the attention weights.
 
     Args:
         module: the layer.
-        query: (B, heads, T, head width).
-        key: as the queries.
-        value: as the queries.
-        attention_mask: True = may be attended to, or added to the logits; broadcasts to (B, heads,
-            T, T).
-        scaling: of the products; None: 1 / sqrt(head width).
-
-    Returns:
-        (B, T, heads, head width), and None for the probabilities.
+        query, key, value: (B, heads, T, head width).
+        attention_mask: bool, True = may be attended to, or float, added to the logits; broadcasts
+            to (B, heads, T, T).
+        scaling: of the products of queries and keys; None: 1 / sqrt(head width).
+        dropout: probability of dropping an attention weight.
     """
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:
@@ -163,8 +156,8 @@ def attend_with_positions(
 AttentionInterface.register(INTERFACE, attend_with_positions)
 
 
-def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
-    """Return the projection of the patches, or None where a module does not embed them."""
+def _projection(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
+    """Return the projection of patches in a module, or None if it does not embed patches."""
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         if last in ("projection", "patch_embedding", "patch_embeddings") and isinstance(
@@ -175,8 +168,8 @@ def _patches(module: nn.Module) -> nn.Conv2d | nn.Linear | None:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Tell whether a module projects states and takes its attention from its configuration."""
-    # An encoding would have no effect in other layers.
+    """Return whether a module projects states, and its configuration selects its attention."""
+    # Encodings have no effect in other layers.
     children = module._modules.keys()
     if not hasattr(module, "config") or not any(children >= set(names) for names in PROJECTIONS):
         return False

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vlp.config import Config, ConfigError
 from vlp.layers.attention import Attention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
-from vlp.positions.base import PositionContext, PositionEncoding, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
 
 Norm = Literal["frozen", "batch", "group"]
@@ -250,7 +250,7 @@ class Detr(nn.Module):
 
     def _add_positions(self, tokens: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
-            tokens = through_call(encoding, PositionEncoding.tokens, tokens, context)
+            tokens = call_method(encoding, PositionEncoding.tokens, tokens, context)
         return tokens
 
 

@@ -19,7 +19,7 @@ from vlp.layers.attention import Attention
 from vlp.layers.blocks import FeedForward
 from vlp.layers.causal import CausalAttention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
-from vlp.positions.base import PositionContext, PositionEncoding, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
 
 
@@ -145,7 +145,7 @@ class GridTransformer(nn.Module):
         x = torch.cat([self.tasks(question.tasks)[:, None], cells], 1)
         context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=question.boxes)
         for encoding in self.encoder_places:
-            x = through_call(encoding, PositionEncoding.tokens, x, context)
+            x = call_method(encoding, PositionEncoding.tokens, x, context)
         for layer in self.encoder:
             x = layer(x, context)
         return self.encoder_norm(x)
@@ -156,7 +156,7 @@ class GridTransformer(nn.Module):
         before = functional.pad(self._checked(outputs)[:, :-1], (1, 0), value=self.start)
         x, context = self.embedding(before), PositionContext(grid=self.grid)
         for encoding in self.decoder_places:
-            x = through_call(encoding, PositionEncoding.tokens, x, context)
+            x = call_method(encoding, PositionEncoding.tokens, x, context)
         for layer in self.decoder:
             x = layer(x, encoded, context)
         return self.head(self.norm(x))

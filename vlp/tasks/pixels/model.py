@@ -17,7 +17,7 @@ from vlp.config import Config, ConfigError
 from vlp.layers.blocks import FeedForward
 from vlp.layers.causal import CausalAttention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
-from vlp.positions.base import PositionContext, PositionEncoding, through_call
+from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
 
 
@@ -140,14 +140,14 @@ class PixelPlaces(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add places to (B, size * size * 3, width) -> same shape."""
         for encoding in self.sequence:
-            x = through_call(encoding, PositionEncoding.tokens, x, sequence_context(self.size))
+            x = call_method(encoding, PositionEncoding.tokens, x, sequence_context(self.size))
         if self.colours is None:
             return x
         pixel, colour = x.split([self.pixel_width, x.shape[-1] - self.pixel_width], -1)
         # Three images, one for each channel, with the same places of pixels.
         pixel = pixel.unflatten(1, (-1, CHANNELS)).transpose(1, 2).flatten(0, 1)
         for encoding in self.pixel:
-            pixel = through_call(
+            pixel = call_method(
                 encoding,
                 PositionEncoding.tokens,
                 pixel,

@@ -17,7 +17,7 @@ from vlp.layers.blocks import FeedForward
 from vlp.models.decoder import beam_search
 from vlp.models.vision.backbone import create_encoding
 from vlp.positions import PositionContext, PositionEncoding
-from vlp.positions.base import through_call
+from vlp.positions.base import call_method
 from vlp.positions.options import PositionConfig
 from vlp.positions.sine import sinusoid
 from vlp.tasks.widgets.data import WidgetBatch
@@ -133,7 +133,7 @@ class ScreenEncoder(nn.Module):
 
     def _add_positions(self, states: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
-            states = through_call(encoding, PositionEncoding.tokens, states, context)
+            states = call_method(encoding, PositionEncoding.tokens, states, context)
         return states
 
     def _pooled_words(self, ids: Tensor, words: nn.Embedding) -> Tensor:
