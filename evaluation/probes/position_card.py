@@ -22,7 +22,9 @@ from vlp.positions import (
     describe_options,
     list_positions,
     position_class,
+    position_options,
 )
+from vlp.positions.options import SIZES
 
 WIDTH, HEADS = 64, 2
 # Random contents whose logits are averaged.
@@ -58,11 +60,14 @@ def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) 
     parameters = dict(encoding.named_parameters())
     lines.append(f"parameters: {sum(map(Tensor.numel, parameters.values())):,}")
     lines += [f"  {key} {' x '.join(map(str, table.shape))}" for key, table in parameters.items()]
-    lines += ["", "options:"]
-    for option in describe_options(name):
-        value = repr(options.get(option.name, option.default))
-        value = "required" if option.default is ... else value
-        lines.append(f"  {option.name} ({option.kind}) = {value}")
+    described = [x for x in describe_options(name) if x.name in options or x.name not in SIZES]
+    from_model = position_options(name) - {option.name for option in described}
+    lines += [f"the model sets: {', '.join(sorted(from_model))}", "", "options:"]
+    for option in described:
+        value = options.get(option.name, option.default)
+        lines.append(
+            f"  {option.name} ({option.kind}) = {'required' if value is ... else repr(value)}"
+        )
     return "\n".join(lines)
 
 
