@@ -14,7 +14,7 @@ import vlp
 from vlp.config import ConfigError, merge
 from vlp.data.image.transforms import Preprocessing
 from vlp.models.config import ModelConfig
-from vlp.models.folder import read_model, save_pretrained, start_from
+from vlp.models.folder import read_model, save_model, save_pretrained, start_from
 from vlp.models.vlp import VLPModel
 from vlp.positions import PositionEncoding
 from vlp.serving.model_card import model_card
@@ -280,6 +280,31 @@ def test_a_match_head_of_other_states_keeps_its_own_start(saved, pooling):
 def test_other_inputs_of_equal_shapes_are_refused(saved, part, changes, message):
     with pytest.raises(ValueError, match=message):
         start_from(changed(**{part: changes}), saved[0])
+
+
+VIT = {"name": "vit_base_patch16_224", "patch_size": 4, "embed_dim": 16, "depth": 1, "num_heads": 2}
+BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32,
+        "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("part", "settings", "key", "value"),
+    [
+        ("image", VIT, "num_heads", 4),
+        ("image", VIT, "act_layer", "relu"),
+        ("text", BERT, "num_attention_heads", 4),
+        ("text", BERT, "hidden_act", "relu"),
+    ],
+)
+def test_towers_of_other_settings_are_refused(part, settings, key, value, tmp_path):
+    configs = [
+        tiny_config(**{part: {"architecture": settings | extra}, "cross": {"position": []}})
+        for extra in ({}, {key: value})
+    ]
+    save_model(tmp_path, configs[0], VLPModel(configs[0]).state_dict())
+    start_from(VLPModel(configs[0]), tmp_path)
+    with pytest.raises(ConfigError, match=r"does not fit: .* there and "):
+        start_from(VLPModel(configs[1]), tmp_path)
 
 
 def test_weights_that_timm_knows_say_how_pixels_are_normalised():

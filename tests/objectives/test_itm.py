@@ -106,6 +106,15 @@ def test_an_equal_caption_of_another_image_is_no_negative(by_id):
             assert torch.equal(new[2:], old[2:]), "rows without equal captions draw as ever"
 
 
+def test_a_caption_of_the_image_that_comes_with_another_one_is_no_negative():
+    ids = torch.tensor([[1, 11], [1, 12], [2, 12], [3, 13]])
+    drawn = hard_negatives(
+        10 * torch.eye(4).roll(2, 0), ids, torch.ones(4) > 0, torch.rand(4, 2), 4
+    )
+    assert drawn.text_for_image.tolist()[:3] == [3, 3, 3]
+    assert drawn.image_for_text.tolist()[:3] == [3, 3, 3]
+
+
 def test_loss_equals_the_loop():
     logits = torch.randn(5, 2, dtype=torch.float64)
     labels = torch.tensor([1, 0, 0, 1, 0])

@@ -195,6 +195,8 @@ def test_options_of_from_pretrained(folder):
             vlp.load(folder, **options)
     with pytest.raises(TypeError, match="no argument 'revison'"):
         vlp.VlpModel.from_pretrained(folder, revison="main")
+    with pytest.raises(ValueError, match=r"trained with text\.heads 2, not 4"):
+        vlp.VlpModel.from_pretrained(folder, text={"heads": 4})
     with pytest.raises(FileNotFoundError, match=r"no model folder \./nowhere"):
         vlp.VlpModel.from_pretrained("./nowhere")
     with pytest.raises(ConfigError, match=r"did you mean 'text\.width'"):

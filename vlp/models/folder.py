@@ -216,7 +216,8 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         weights, resized, unused = carry_encodings(model, trained, state)
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
-    check_folder(model.config, trained, folder, str(folder_or_name))
+    match_is_trained = bool(state["match_head.bias"].any()) if "match_head.bias" in state else True
+    check_folder(model.config, trained, folder, str(folder_or_name), match_is_trained)
     target = model.state_dict()
     # The folder's match head may read other states, and this configuration fix the threshold.
     differs = {

@@ -54,6 +54,29 @@ def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
     return (ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
 
 
+def related(ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
+    """Find the positives, and candidates that match by way of a third row; see `positives`.
+
+    A caption of an image comes again with another image, in whose row it is no negative of the
+    first image. ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2) of the rows that
+    link, `ids` if None; returns (..., B, K) bool.
+    """
+    if ids.ndim == 1:
+        return positives(ids, candidate_ids)
+    rows, links, candidates = (
+        part.unbind(-1) for part in (ids, ids if links is None else links, candidate_ids)
+    )
+
+    def equal(a: Tensor, b: Tensor) -> Tensor:
+        return (a[..., :, None] == b[..., None, :]).float()
+
+    paths = (
+        equal(rows[first], links[first]) @ equal(links[second], candidates[second])
+        for first, second in ((0, 1), (1, 0))
+    )
+    return sum(paths) > 0
+
+
 @region
 def itc_loss(
     image: Tensor,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import positives
+from vlp.objectives.contrastive import related
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision
 
@@ -58,7 +58,7 @@ def hard_negatives(
         equal = torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else image_ids
         image_ids = torch.stack([image_ids, equal], dim=1)
     ids, group_valid = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
-    allowed = ~positives(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
+    allowed = ~related(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
 
     steps = torch.arange(count, device=indices.device)
     indices = indices.repeat_interleave(count)

@@ -24,8 +24,8 @@ from transformers.utils import ModelOutput
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
-from vlp.models.folder import read_model, save_model, to_device
-from vlp.models.pretrained.load import listed
+from vlp.models.folder import CONFIG, read_config, read_model, save_model, to_device
+from vlp.models.pretrained.load import check_folder, listed
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, broadcast_pairs
@@ -278,11 +278,14 @@ class VlpModel(PreTrainedModel):
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = weights_dtype(dtype, options)
         changes = require_options(options, ModelConfig.model_fields)
+        is_changed = config is not None or len(changes) > 0
         if config is None:
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
         # With weights in place of the folder's, its own need not be read.
+        if state_dict is None and is_changed and (folder / CONFIG).is_file():
+            check_folder(config.sizes, read_config(folder / CONFIG), folder, str(folder))
         model = None if state_dict is not None else read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()

@@ -29,7 +29,7 @@ from vlp.models.pretrained.published import (
     read_vit,
     vit_settings,
 )
-from vlp.models.towers import fit_image_tower, transformers_config
+from vlp.models.towers import create_image_tower, fit_image_tower, transformers_config
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
@@ -213,10 +213,17 @@ def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> Non
         raise ConfigError(f"{source} does not fit: {listed(sorted(wrong))}")
 
 
-def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: str) -> None:
-    """Require that a folder's weights get the inputs of their training."""
+def check_folder(
+    config: ModelConfig,
+    trained: ModelConfig,
+    folder: Path,
+    name: str,
+    match_is_trained: bool = True,
+) -> None:
+    """Require that a folder's weights get the inputs and settings of their training."""
     # Shapes do not show these settings.
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
+    keys += ["cross.layout"] if match_is_trained else []
     keys += ["image.heads"] if config.image.architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
     pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
@@ -229,6 +236,13 @@ def check_folder(config: ModelConfig, trained: ModelConfig, folder: Path, name: 
             raise ValueError(
                 f"{name} was trained with {key} {theirs}, not {ours}: set {key}={value}"
             )
+    image, text = trained.image.architecture, trained.text.architecture
+    if image is not None and config.image.architecture not in (None, image):
+        with torch.device("meta"):
+            ours, theirs = map(create_image_tower, (config.image, trained.image))
+        check_image_tower(theirs, ours, ours.state_dict(), name)
+    if text is not None and config.text.architecture not in (None, text):
+        check_text_tower(transformers_config(trained.text).to_dict(), config, name)
 
 
 class LoadReport(NamedTuple):

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vlp.compilation import on_gpu
 from vlp.config import Config
 from vlp.data.stream.batch import Batch
+from vlp.distributed import world_size
 from vlp.layers.temperature import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, ImageKeyValues, PairIndices, TextFeatures
@@ -26,7 +28,14 @@ from vlp.objectives.config import (
     ObjectivesConfig,
     register_settings,
 )
-from vlp.objectives.contrastive import LearnedBias, itc_loss, positives, sigmoid_loss, soft_targets
+from vlp.objectives.contrastive import (
+    LearnedBias,
+    itc_loss,
+    positives,
+    related,
+    sigmoid_loss,
+    soft_targets,
+)
 from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.objectives.loss import Loss
 from vlp.objectives.mim import MIMHead, mim_loss
@@ -165,6 +174,11 @@ class Contrastive(Objective):
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
         positive = positives(batch.pair_ids, keys.image_ids)
+        # The first keys are those of all ranks' batches.
+        links = keys.image_ids[: len(batch.valid) * world_size()]
+        no_link = ~related(batch.pair_ids, links, links)
+        no_link = functional.pad(no_link, (0, len(keys.valid) - len(links)), value=True)
+        candidate_valid = keys.valid & (positive | no_link)
         if settings.is_paper_form:
             loss = paper_anchor_loss(
                 image,
@@ -178,7 +192,7 @@ class Contrastive(Objective):
                 settings.scale,
                 PAPER_MARGIN,
                 batch.valid,
-                keys.valid,
+                candidate_valid,
             )
             return {"contrastive": Term(loss, settings.weight)}
         soft = None
@@ -189,7 +203,7 @@ class Contrastive(Objective):
                 keys.image,
                 keys.text,
                 pair_temperature(step.model, self.objectives),
-                keys.valid,
+                candidate_valid,
             )
         loss = itc_loss(
             image,
@@ -199,7 +213,7 @@ class Contrastive(Objective):
             positive,
             step.model.temperature(),
             batch.valid,
-            keys.valid,
+            candidate_valid,
             soft,
             teacher.alpha if teacher else 0.0,
         )
