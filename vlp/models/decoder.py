@@ -22,6 +22,7 @@ from vlp.models.pretrained.load import (
     BERT_LAYER,
     LoadReport,
     bert_state,
+    check_bert_settings,
     copy_weights,
 )
 from vlp.models.vlp import REFERENCE_WIDTH, VLPModel
@@ -187,20 +188,22 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
             "BERT layers; start from a model whose text.architecture is null"
         )
     embedding = _embedding_weights(decoder, model)
+    # Weights have the same shapes for any number of heads, and compute something else.
+    heads = config.heads or model.config.cross.heads
     if config.weights is not None:
         bert = bert_state(config.weights)
-        bert_heads = (bert.settings or {}).get("num_attention_heads")
-        heads = config.heads or model.config.cross.heads
-        # Weights have the same shapes for any number of heads, and compute something else.
-        if bert_heads not in (None, heads):
-            raise ConfigError(
-                f"{config.weights} has {bert_heads} heads and the decoder {heads}; set "
-                f"decoder.heads={bert_heads}"
-            )
+        if bert.settings is not None:
+            sizes = [("num_attention_heads", "decoder.heads", heads)]
+            check_bert_settings(bert.settings, sizes, config.weights)
         # BERT's word embedding is not read: the text encoder's went through further pretraining.
         layers, unused, initial = _bert_layers(decoder, bert.state, config.weights)
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":
+        if heads != model.config.cross.heads:
+            raise ConfigError(
+                f"decoder.heads={heads} does not fit decoder.start=cross: the cross-modal encoder "
+                f"has {model.config.cross.heads} heads"
+            )
         layers, unused, initial = _cross_layers(decoder, model)
         source = "cross-modal encoder -> answer decoder"
     else:

@@ -344,8 +344,10 @@ class TestStart:
         published = Published(bert(), {"num_attention_heads": 16})
         monkeypatch.setattr("vlp.models.decoder.bert_state", lambda name: published)
         of = model()
-        with pytest.raises(ConfigError, match="has 16 heads and the decoder"):
+        with pytest.raises(ConfigError, match=r"set decoder\.heads=16"):
             start_decoder(decoder(of, weights="some-bert"), of)
+        with pytest.raises(ConfigError, match=r"the cross-modal encoder has \d heads"):
+            start_decoder(decoder(of, heads=1, start="cross"), of)
 
 
 class TestBeamSearch:

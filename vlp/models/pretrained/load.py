@@ -67,12 +67,6 @@ def check_bert(
     """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
         return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
-    theirs = _DEFAULTS | dict(settings)
-    wrong = [
-        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, which has no other"
-        for key, allowed in _FIXED.items()
-        if theirs[key] not in allowed
-    ]
     sizes = [("hidden_size", "text.width", config.text.width)]
     text_sizes = [
         ("num_attention_heads", "text.heads", config.text.heads),
@@ -87,6 +81,20 @@ def check_bert(
             ("num_attention_heads", "cross.heads", config.cross.heads),
             ("intermediate_size", "cross.intermediate", config.cross.intermediate),
         ]
+    check_bert_settings(settings, sizes, source)
+    return []
+
+
+def check_bert_settings(
+    settings: Mapping[str, Any], sizes: Sequence[tuple[str, str, int]], source: str
+) -> None:
+    """Check a BERT's config.json against what all layers compute, and sizes (key, ours, value)."""
+    theirs = _DEFAULTS | dict(settings)
+    wrong = [
+        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, which has no other"
+        for key, allowed in _FIXED.items()
+        if theirs[key] not in allowed
+    ]
     # Shapes check a size that the configuration leaves out.
     wrong += [
         f"{key} is {theirs[key]} there and {name} is {ours} here; set {name}={theirs[key]}"
@@ -95,7 +103,6 @@ def check_bert(
     ]
     if wrong:
         raise ConfigError(f"{source} does not fit: {'; '.join(wrong)}")
-    return []
 
 
 def check_vit(

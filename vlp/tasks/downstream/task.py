@@ -130,6 +130,11 @@ class Downstream(PlainTask):
         local_head = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
         shapes = {name: tensor.shape for name, tensor in local_head.items()}
         fits = {name: tensor.shape for name, tensor in parts.heads.items()} == shapes
+        if (decoder := getattr(self.config, "decoder", None)) is not None:
+            # Its weights have the same shapes for any number of heads.
+            cross_heads = self.model.config.cross.heads
+            saved_heads = (config.get("decoder") or {}).get("heads")
+            fits = fits and (saved_heads or cross_heads) == (decoder.heads or cross_heads)
         if config["kind"] != self.kind or not fits or not self.goes_on_from(metadata):
             return False
         self.load_state_dict(dict(parts.heads), strict=False)
