@@ -103,6 +103,7 @@ def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):
     [
         ("https://user:secret@host/a?token=secret&x=1", "https://***@host/a?***"),
         ("https://secret@host", "https://***@host"),
+        ("s3://KEY:7/ab+secret@b/x http://h:80/x", "s3://***@b/x http://h:80/x"),
         ("s3://user:sec@ret@bucket/a", "s3://***@bucket/a"),
         ("https:/user:secret@host/a", "https:/***@host/a"),  # a Path of it
         ("1https://u:secret@h", "1https://***@h"),

@@ -32,8 +32,10 @@ REFERENCE = re.compile(r"\$\{(\w+)\}")  # environment variable in a URL; no secr
 # A path's way of writing a URL drops one of the slashes. Letters before http are those of
 # `git+https` or of a text. In a path of a store `?` is a wildcard unless a key and `=` follow.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}"
-# A password may hold slashes and blanks, where a port and a text behind it have none before an @.
-_PASSWORD = rf"[^\s/:@?#\[]+:(?!\d{{1,5}}(?:[^\w]|$))(?=\S)(?:(?!{_SCHEME})[^@\n\"'<>]){{1,256}}@"
+# A password may hold slashes and blanks. A port ends at a slash, a blank or the text's end, and no
+# @ follows it in the same word.
+_PORT = r"\d{1,5}(?:/[^@\s]*(?:\s|$)|[^\w/+=@]|$)"
+_PASSWORD = rf"[^\s/:@?#\[]+:(?!{_PORT})(?=\S)(?:(?!{_SCHEME})[^@\n\"'<>]){{1,256}}@"
 _URL = re.compile(
     rf"((?:[A-Za-z][A-Za-z0-9+.-]{{0,25}})?(https?|ftps?):/{{1,2}}|{_SCHEME})"
     rf"((?:{_PASSWORD})?(?:[^\s/?#]*@)?)"

@@ -83,9 +83,10 @@ def test_a_folder_that_is_no_run_is_refused_and_stays_as_it_is(lab, tmp_path):
     (mine / "model").mkdir(parents=True)
     (mine / "model" / "model.safetensors").write_text("precious")
     (mine / "config.yaml").write_text("theirs: 1\n")
+    (mine / "checkpoints" / "step_100").mkdir(parents=True)
+    (mine / "checkpoints" / "step_100" / "model.pt").write_text("of another program")
     before = files(mine)
-    said = resume(lab, mine, code=2)
-    assert "holds config.yaml, model but no run" in said
+    assert "but no run" in resume(lab, mine, code=2)
     assert files(mine) == before
 
 

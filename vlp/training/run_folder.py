@@ -196,7 +196,8 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Return whether a run has been started in the folder; OSError if it cannot be read."""
-        if any(path.is_dir() for path in self.checkpoints.glob("step_*")):
+        # Other programs name their checkpoints alike.
+        if any((path / "SHA256SUMS").is_file() for path in self.checkpoints.glob("step_*")):
             return True
         return isinstance(_json(self.record).get("starts"), list)
 
