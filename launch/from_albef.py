@@ -34,7 +34,7 @@ def convert(
     image_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Write the model folder and print a report of every part of the checkpoint."""
+    """Write the model folder and print a report of the copied weights."""
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
     state = read_pth(checkpoint)
@@ -47,8 +47,7 @@ def convert(
         )
     torch.manual_seed(0)  # for the parts that ALBEF does not have
     model = VLPModel(config)
-    for report in load_albef(model, state, checkpoint.name):
-        print(report)
+    print(load_albef(model, state, checkpoint.name))
     preprocessing = Preprocessing(config.image.image_size, *config.image.statistics)
     save_pretrained(out, config, model.state_dict(), text, preprocessing)
     print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")

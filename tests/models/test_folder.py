@@ -337,8 +337,8 @@ def kernel(key):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": {"layers": 10**7}}, "text.layers is more than the weights"),
-        ({"image": {"image_size": 16 * 8192}}, "image.image_size makes more than 65,536 tokens"),
+        ({"text": {"layers": 10**7}}, "text.layers is 10000000, more than the weights"),
+        ({"image": {"image_size": 16 * 8192}}, "makes more than 65,536 tokens"),
         ({"image": {"image_size": 16 * 32}}, "does not fit"),
         ({"embed_dim": 10**9}, "does not fit"),
         ({"text": {"vocab_size": 2**31}}, "does not fit"),

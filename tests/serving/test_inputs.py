@@ -108,7 +108,7 @@ def model(folder):
     return vlp.VlpModel.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["encode_image", "image_features", "model.encode_image"])
+@pytest.mark.parametrize("name", ["encode_image", "get_image_features", "model.encode_image"])
 def test_images_that_are_none(model, name):
     encode, encoder = attrgetter(name)(model), model.model.image_encoder
     with pytest.raises(TypeError, match=f"pixels are of type Image; {WANTED}"):

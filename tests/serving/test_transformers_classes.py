@@ -134,7 +134,7 @@ def test_features_are_open_clips_and_clips(model, processor, inputs, folder):
 
 def test_one_image_or_text_matches_all(model, processor, photo, expected, inputs):
     assert torch.equal(model.match(**inputs), expected[1])
-    loaded, image = model.model, model.image_features(inputs["pixel_values"])
+    loaded, image = model.model, model.model.encode_image(inputs["pixel_values"])
     one = processor(images=[photo, photo], text=TEXTS[0])
     assert torch.allclose(model.match(**one), expected[1][:1].expand(2))
     three = processor(text=TEXTS)

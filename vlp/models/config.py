@@ -1,4 +1,4 @@
-"""Sizes of the three encoders; the defaults are the paper's."""
+"""Configuration of the three encoders; the defaults are the paper's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from vlp.positions.options import suggestion
 from vlp.positions.registry import BUILT_IN
 
 Count = Annotated[int, Field(ge=1)]
+Heads = Annotated[
+    int, Field(ge=1, description="attention heads of every layer; a divisor of the width")
+]
+Intermediate = Annotated[
+    int, Field(ge=1, description="channels between both layers of a feed-forward block")
+]
 Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 SHORTHANDS = ("ape", "rpe")
 SOFT = "anchor-soft"
-# Tau of Eq. 4 with which soft anchors do better on photographs than hard ones.
+# Tau of Eq. 4 with which soft anchors outperform hard anchors on photographs.
 SOFT_TAU = 5.0
 
 
 class AnchorConfig(Config):
-    """Size of ACE-RPE's tables; `options.anchor` has its other settings."""
+    """Size of ACE-RPE's tables; all other settings are in `options.anchor`."""
 
     groups: int = Field(8, ge=1, description="G channel groups of Eq. 3")
 
@@ -39,22 +45,22 @@ class AnchorOptions(Config):
         None, gt=0, description="delta of Eq. 4; null: the running quantile"
     )
     quantile: float = Field(
-        0.9, gt=0, lt=1, description="quantile of the similarities S that is the running threshold"
+        0.9, gt=0, lt=1, description="quantile of the similarities S for the running threshold"
     )
     quantile_momentum: float = Field(
-        0.99, ge=0, lt=1, description="momentum of the running quantile; 0 takes each batch's own"
+        0.99, ge=0, lt=1, description="momentum of the running quantile; 0: each batch's quantile"
     )
     tau: float | None = Field(
         None,
         gt=0,
-        description="tau of Eq. 4, of soft anchors; null: its limit, hard anchors alone are passed "
-        "through (papers.md#ace-a8). With 1e4, as printed, paths reach 1e20 and gradients are not "
-        "finite: 5 can be trained",
+        description="tau of Eq. 4, for soft anchors, such as 5; null: hard anchors, the limit of a "
+        "large tau (papers.md#ace-a8). With 1e4, as printed, paths reach 1e20 and gradients are "
+        "not finite",
     )
     text_window: Count | None = Field(5, description="B_t, an odd number of tokens; null: all")
     patch_window: Count | None = Field(9, description="B_p, an odd square of patches; null: all")
     path_gradient: bool = Field(
-        False, description="pass gradients through paths to the tokens they come from"
+        False, description="pass gradients through paths to the image and text tokens"
     )
     mode: Literal["contextual", "bias"] = Field(
         "contextual",
@@ -62,7 +68,7 @@ class AnchorOptions(Config):
         "bias on attention logits (Eq. 9)",
     )
     roles: tuple[Role, ...] = Field(
-        ("query", "key", "value"), description="which carry the position in contextual mode"
+        ("query", "key", "value"), description="projections that get embeddings (contextual mode)"
     )
     shared_heads: bool = Field(False, description="one embedding for all heads (Table 6)")
     scale: float = Field(1.0, gt=0, description="factor of the path before it is embedded")
@@ -70,41 +76,41 @@ class AnchorOptions(Config):
         "euclidean", description="distance between patches in the grid"
     )
     features: Literal["projected", "encoder"] = Field(
-        "projected", description="what enters Eq. 3: token projections, or the encoders' states"
+        "projected", description="inputs of Eq. 3: token projections, or the encoders' states"
     )
     unreachable: Unreachable = Field(
         "zero",
-        description="path of a word to a patch without an anchor in reach, of hard anchors: 0, or "
-        "far, as long as a path can be at most (papers.md#ace-a15)",
+        description="with hard anchors, path from a word to a patch without an anchor in reach: "
+        "zero, or far, the longest possible path (papers.md#ace-a15)",
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> AnchorOptions:
+    def _require_consistent(self) -> AnchorOptions:
         text_reach(self.text_window)
         patch_reach(self.patch_window)
         if self.unreachable == "far" and self.tau is not None:
-            raise ValueError("unreachable: far is of hard anchors; soft ones reach every patch")
+            raise ValueError(
+                "unreachable: far is of hard anchors (tau: null); soft anchors reach every patch"
+            )
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
         return self
 
 
 class CrossConfig(Config):
-    """Post-norm layers of self-attention, cross-attention and feed-forward.
+    """Cross-modal encoder of post-norm layers: self-attention, cross-attention, feed-forward block.
 
     `position` lists encodings, possibly several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
     `anchor-soft` the same with soft anchors (stored as `options.anchor.tau: 5`), `uniform` its
-    baseline with all paths 1, `alignment` leads words to similar patches (beyond the paper), `ape`
-    adds learned positions to both streams, `rpe` is contextual iRPE-product on queries and keys in
-    the self-attention of each stream. Every other name of `vlp.positions.list_positions()` acts on
-    each stream alone; a text is a grid of one row.
+    baseline with all paths 1, `alignment` adds a bias towards similar patches (beyond the paper),
+    `ape` adds learned positions to both streams, `rpe` is contextual iRPE-product on queries and
+    keys in the self-attention of each stream. Every other name of
+    `vlp.positions.list_positions()` acts on each stream alone; a text is a grid of one row.
     """
 
     layers: Count = Field(6, description="number of layers")
-    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
-    intermediate: int = Field(
-        3072, ge=1, description="channels between both layers of a feed-forward block"
-    )
+    heads: Heads = 12
+    intermediate: Intermediate = 3072
     layout: Literal["ace", "text", "albef"] = Field(
         "ace",
         description="ace: text and image attend to each other, with shared weights; text: only "
@@ -115,30 +121,28 @@ class CrossConfig(Config):
     )
     options: Mapping[str, Mapping[str, Any]] = Field(
         {},
-        description="of encodings by name, such as rope-axial: {theta: 10}; those of `anchor` are "
-        "also of `uniform` and `alignment`",
+        description="options of encodings by name, such as rope-axial: {theta: 10}; `uniform` and "
+        "`alignment` read the options of `anchor`",
     )
     anchor: AnchorConfig = Field(AnchorConfig(), description="size of ACE-RPE's tables")
     pooling: Pooling = Field(
         "cls",
-        description="what the match score reads of the last layer's text stream: [CLS], the mean "
-        "of the tokens, or both. [CLS] is no word and has no path, so with cls the last layer's "
-        "paths of words do not reach the score",
+        description="input of the match score from the last layer's text stream: [CLS], the mean "
+        "of the tokens, or both. [CLS] has no path, so with cls the last layer's paths of words do "
+        "not reach the score",
     )
     token_score: float = Field(
         0,
         ge=0,
-        description="start of a learned factor with which the mean over words of the best patch's "
-        "cosine enters the match score; 0: it does not",
+        description="initial factor, learned, of the mean over words of the best patch's cosine, "
+        "which is added to the match score; 0: not added",
     )
-    dropout: Dropout = Field(
-        0, description="share of each sublayer's output that is set to 0 in training"
-    )
+    dropout: Dropout = Field(0, description="dropout of each sublayer's output")
     weights: str | None = Field(
         None,
-        description="folder, file or hub name of a public BERT whose last layers the cross-modal "
-        "encoder starts from; null: from the layers that follow the text encoder's in "
-        "text.weights, if there are any",
+        description="folder, file or hub name of a public BERT whose last layers initialise the "
+        "cross-modal encoder; null: the layers of text.weights after those of the text encoder, if "
+        "any",
         json_schema_extra={"resume": "tolerated"},
     )
 
@@ -149,13 +153,13 @@ class CrossConfig(Config):
 
     @property
     def reads_padding(self) -> bool:
-        """Return whether an encoding may count padding or is bound to a length."""
+        """Return whether an encoding may depend on padding or on the padded length."""
         return not {*self.position} <= {*BUILT_IN, *SHORTHANDS}
 
     @model_validator(mode="before")
     @classmethod
-    def _soft(cls, values: Any) -> Any:
-        """Write `anchor-soft` as `anchor` with its settings."""
+    def _replace_soft(cls, values: Any) -> Any:
+        """Replace `anchor-soft` by `anchor` and a tau, unless one is configured."""
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT not in position:
             return values
@@ -163,13 +167,12 @@ class CrossConfig(Config):
         anchor = options.get("anchor", {}) if isinstance(options, Mapping) else None
         if not isinstance(anchor, Mapping):
             return values
-        # A configured tau stays.
         soft = {**anchor, "tau": anchor.get("tau") or SOFT_TAU}
         names = ["anchor" if name == SOFT else name for name in position]
         return {**values, "position": names, "options": {**options, "anchor": soft}}
 
     @model_validator(mode="after")
-    def _possible(self) -> CrossConfig:
+    def _require_consistent(self) -> CrossConfig:
         try:
             anchor = self.anchor_options
         except ValidationError as error:
@@ -198,17 +201,17 @@ class CrossConfig(Config):
         if unknown := [name for name in self.position if name not in available]:
             hint = suggestion(unknown[0], available) or f"; there are {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")
-        # A variant that leaves anchors out keeps their options: it inherits them.
+        # A variant without anchors may inherit their options.
         configurable = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}
         if unused := sorted(set(self.options) - configurable):
             raise ValueError(f"options of {', '.join(unused)}, which position does not list")
         for name in self.position:
-            of_streams = name not in (*SHORTHANDS, *CROSS_MODAL)
-            in_attention = name == "rpe" or (of_streams and not acts_on_tokens(name))
+            in_stream = name not in (*SHORTHANDS, *CROSS_MODAL)
+            in_attention = name == "rpe" or (in_stream and not acts_on_tokens(name))
             if in_attention and self.layout != "ace":
                 raise ValueError(
-                    f"position `{name}` needs layout `ace`; in `{self.layout}` patches have no "
-                    "self-attention that could carry it"
+                    f"position `{name}` needs layout `ace`: in `{self.layout}` patches have no "
+                    "self-attention"
                 )
         return self
 
@@ -221,90 +224,86 @@ Trainable = (
 
 
 def lora_rank(trainable: Trainable) -> int | None:
-    """Return RANK of `trainable: lora-RANK`."""
+    """Return RANK of `trainable: lora-RANK`; None for other values."""
     return int(str(trainable)[5:]) if str(trainable).startswith("lora-") else None
 
 
 class TextConfig(Config):
     """BERT embeddings and the first `layers` post-norm layers, or a tower; widths in channels.
 
-    `architecture` brings its own layers, heads, intermediate and positions; their keys are unused.
+    With `architecture`, the keys of layers, heads, intermediate and positions have no effect.
     """
 
     architecture: Mapping[str, Any] | str | None = Field(
         None,
-        description="a BERT-like tower of transformers: a mapping as of its config.json, with "
-        "model_type, or the folder or hub name whose config.json is read when the model is made; "
-        "null: the BERT of the keys below, which loads BERT and MiniLM exactly",
+        description="BERT-like tower of transformers: the content of its config.json, with "
+        "model_type, or the folder or hub name of a config.json, which is read when the model is "
+        "made; null: a BERT with the sizes below, which loads BERT and MiniLM exactly",
     )
 
     vocab_size: int = Field(30522, ge=8, description="word pieces of the vocabulary")
     width: int = Field(768, ge=1, description="channels of a token")
     layers: int = Field(6, ge=0, description="number of layers")
-    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
-    intermediate: int = Field(
-        3072, ge=1, description="channels between both layers of a feed-forward block"
-    )
+    heads: Heads = 12
+    intermediate: Intermediate = 3072
     max_positions: int = Field(
         512, ge=3, description="rows of the table of learned positions, at least max_tokens"
     )
-    max_tokens: int = Field(30, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in")
+    max_tokens: int = Field(
+        30, ge=3, description="tokens of a padded caption, with [CLS] and [SEP]"
+    )
     dropout: Dropout = Field(
-        0,
-        description="share of embeddings and of each sublayer's output that is set to 0 in "
-        "training; a tower of architecture has its own",
+        0, description="dropout of embeddings and sublayers' outputs; no effect with architecture"
     )
     length_groups: int = Field(
         1,
         ge=1,
-        description="groups of similar length that a batch of texts is encoded in, each without "
-        "its padding: half the work of short captions on a CPU, a synchronisation each on a GPU",
+        description="number of groups of similar length in which a batch of texts is encoded "
+        "without common padding: half the work for short captions on a CPU; no effect on a GPU",
     )
     position_sines: float = Field(
         0,
         ge=0,
-        description="strength of the sines that learned positions start as, in words' strengths; "
-        "0: small and random, as BERT's; with public weights it says nothing",
+        description="learned positions start as sinusoids of this root mean square, relative to "
+        "word embeddings; 0: small and random, as BERT's; no effect with public weights",
     )
     weights: str | None = Field(
         None,
-        description="folder, file or hub name of a public BERT, or with architecture of that model",
+        description="folder, file or hub name of a public BERT, or of a model of `architecture`",
         json_schema_extra={"resume": "tolerated"},
     )
     pooling: Pooling = Field(
-        "cls",
-        description="what the contrastive projection reads: [CLS], the mean of the tokens, or both "
-        "side by side",
+        "cls", description="input of the contrastive projection: [CLS], the mean token, or both"
     )
     trainable: Trainable = Field(
         "all",
-        description="all; the number of the last layers that are trained, 0: the text encoder is "
-        "frozen, with a number embeddings are, too; or lora-RANK, matrices of such a rank beside "
-        "frozen queries and values (Hu et al. 2021), which model folders hold merged",
+        description="all; N: the last N layers, without embeddings (0: a frozen text encoder); or "
+        "lora-RANK: low-rank matrices for frozen queries and values (Hu et al. 2021), merged in "
+        "model folders",
     )
 
     @model_validator(mode="after")
-    def _room_for_tokens(self) -> TextConfig:
+    def _require_consistent(self) -> TextConfig:
         if self.max_tokens > self.max_positions:
             raise ValueError(
                 f"max_tokens {self.max_tokens} is more than max_positions {self.max_positions}"
             )
         if self.position_sines and self.width % 2:
-            raise ValueError(f"width {self.width} is odd, and positions start as sines in pairs")
+            raise ValueError(f"position_sines needs an even width, not {self.width}")
         return self
 
 
 class ImageConfig(Config):
-    """A pre-norm vision transformer, or an outside tower; sizes in pixels and channels.
+    """A pre-norm vision transformer, or a tower of timm; sizes in pixels and channels.
 
-    `architecture` brings its own layers, heads, intermediate and positions; their keys are unused.
+    With `architecture`, the keys layers, heads, intermediate and position have no effect.
     """
 
     architecture: Mapping[str, Any] | str | None = Field(
         None,
         description="timm's name of a ViT-like tower (ViT, DeiT, EVA, BEiT, with registers or "
         "without [CLS]), such as vit_small_patch14_dinov2, or a mapping with `name` and further "
-        "arguments of timm.create_model; null: the ViT of the keys below",
+        "arguments of timm.create_model; null: a ViT with the sizes below",
     )
     image_size: int = Field(
         384, ge=1, description="side of the square input image in pixels, a multiple of patch_size"
@@ -313,64 +312,57 @@ class ImageConfig(Config):
     pool: int = Field(
         1,
         ge=1,
-        description="side of the squares of patches that are averaged before they leave the "
-        "encoder, so that the cross-modal encoder sees fewer; a divisor of the grid's side",
+        description="average squares of this many patches a side after the tower, so that the "
+        "cross-modal encoder gets fewer patches; a divisor of the grid's side",
     )
     average_hflip: bool = Field(
         False,
         description="in evaluation, average the encoder's states of an image and of its "
-        "horizontal flip, flipped back: twice the work; a student in training sees single images",
+        "horizontal flip, flipped back: twice the work; no effect on a student in training",
     )
     normalisation: tuple[ChannelMeans, ChannelDeviations] | None = Field(
         None,
-        description="means and deviations of pixel values in [0, 1], by channel; null: the "
-        "tower's, 0.5 without one",
+        description="means and standard deviations of pixel values in [0, 1], by channel; null: "
+        "those of timm's tower or weights, else 0.5",
     )
     width: int = Field(
-        768,
-        ge=1,
-        description="channels of a token; a tower of another width gets a linear layer to it",
+        768, ge=1, description="channels of a token; a tower of another width gets an adapter"
     )
     layers: int = Field(6, ge=0, description="number of layers")
-    heads: Count = Field(12, description="attention heads of every layer; a divisor of the width")
-    intermediate: int = Field(
-        3072, ge=1, description="channels between both layers of a feed-forward block"
-    )
+    heads: Heads = 12
+    intermediate: Intermediate = 3072
     position: Literal["learned", "none"] | Annotated[float, Field(gt=0)] = Field(
         "learned",
-        description="learned, from a small random start as ViT's; a number: learned, from 2D sines "
-        "of such an amplitude, but for public weights; none: what is where is left to the "
-        "cross-modal encoder",
+        description="learned: positions start small and random, as ViT's; a number: learned, "
+        "starting as 2D sinusoids of this amplitude, unless weights are loaded; none: no positions",
     )
     positions: Mapping[str, Mapping[str, Any]] = Field(
         {},
-        description="encodings attached to the tower, by name, with their options and `roles`, "
-        "letters of q, k, v; trained where its blocks are, and with lora",
+        description="encodings attached to the tower: options by name, with `roles`, letters of q, "
+        "k, v; trained with the blocks that hold them, and with lora",
     )
     weights: str | None = Field(
         None,
-        description="timm model name, a folder or hub name of timm's or transformers' form, or a "
+        description="timm model name, folder or hub name in timm's or transformers' format, or a "
         ".pth/.safetensors file",
         json_schema_extra={"resume": "tolerated"},
     )
     pooling: Pooling = Field(
-        "cls",
-        description="what the contrastive projection reads: [CLS], the mean of the patches, or "
-        "both side by side",
+        "cls", description="input of the contrastive projection: [CLS], the mean patch, or both"
     )
     pooled_layers: Count = Field(
         1,
-        description="last blocks of the tower that the contrastive projection reads, each pooled "
-        "and normalised as the last (DINOv2's linear evaluation takes 4)",
+        description="number of last blocks of the tower that the contrastive projection reads, "
+        "each normalised and pooled (4 in DINOv2's linear evaluation)",
     )
     trainable: Trainable = Field(
-        "all", description="all, the number of the last blocks, or lora-RANK, as text.trainable"
+        "all", description="all, the number of trained last blocks, or lora-RANK: text.trainable"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _architecture_options(cls, values: Any) -> Any:
-        """Accept timm's arguments in `architecture` as `architecture_options`."""
+        """Move `architecture_options` into the mapping of `architecture`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
         options, tower = values["architecture_options"], values.get("architecture")
@@ -378,11 +370,11 @@ class ImageConfig(Config):
         if not options:
             return plain
         if not isinstance(tower, str):
-            raise ValueError("architecture_options are of a tower; name it in architecture")
+            raise ValueError("architecture_options: name the tower in architecture")
         return plain | {"architecture": {"name": tower, **options}}
 
     @model_validator(mode="after")
-    def _possible(self) -> ImageConfig:
+    def _require_consistent(self) -> ImageConfig:
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
@@ -390,34 +382,34 @@ class ImageConfig(Config):
         if self.tower_grid[0] % self.pool:
             raise ValueError(f"pool {self.pool} does not divide the {self.tower_grid[0]} patches")
         if isinstance(self.architecture, Mapping) and "name" not in self.architecture:
-            raise ValueError("architecture: a mapping has timm's `name` beside its options")
+            raise ValueError("architecture: a mapping needs timm's `name`")
         if self.pooled_layers > 1 and not self.architecture:
-            raise ValueError("pooled_layers are of a tower; name it in architecture")
+            raise ValueError("pooled_layers above 1 needs a tower: name it in architecture")
         if not isinstance(self.position, str) and self.width % 4:
-            raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sines need")
+            raise ValueError(f"width {self.width} is not a multiple of 4, as 2D sinusoids need")
         return self
 
     @property
     def tower_name(self) -> str | None:
-        """Return timm's name of the tower."""
+        """Return timm's name of the tower; None without `architecture`."""
         tower = self.architecture
         return str(tower["name"]) if isinstance(tower, Mapping) else tower
 
     @property
     def tower_grid(self) -> tuple[int, int]:
-        """Patches (rows, columns) of the tower."""
+        """Return the tower's patches (rows, columns)."""
         side = self.image_size // self.patch_size
         return side, side
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches (rows, columns) that leave the encoder: the tower's, pooled."""
+        """Return the encoder's patches (rows, columns), which `pool` averages from the tower's."""
         side = self.tower_grid[0] // self.pool
         return side, side
 
     @property
     def summary_tokens(self) -> int:
-        """Pooled states of blocks before the last, which the tower appends to its tokens."""
+        """Return the number of pooled states that `ImageEncoder.tower` appends to its tokens."""
         return (self.pooled_layers - 1) * pooled_width(self.pooling, 1)
 
     @property
@@ -431,46 +423,37 @@ class ImageConfig(Config):
 
     @property
     def statistics(self) -> tuple[RGB, RGB]:
-        """Mean and deviation of pixel values that images are normalised by."""
-        mean: tuple[float, ...] = MEAN
-        std: tuple[float, ...] = STD
-        # Public weights of timm expect pixels as their training normalised them.
-        if tower := self.tower_name or self._timm_weights:
-            from timm.models import get_pretrained_cfg
+        """Return the mean and standard deviation that pixel values are normalised by."""
+        tower = self.tower_name or self._timm_weights
+        if self.normalisation is not None or tower is None:
+            return self.normalisation or (MEAN, STD)
+        from timm.models import get_pretrained_cfg
 
-            try:
-                pretrained_cfg = get_pretrained_cfg(tower)
-            except RuntimeError as error:
-                raise ConfigError(f"image.architecture: {error}") from error
-            mean, std = (pretrained_cfg.mean, pretrained_cfg.std) if pretrained_cfg else (mean, std)
-        if self.normalisation is not None:
-            return self.normalisation
-        (red, green, blue), (red_std, green_std, blue_std) = mean, std
-        return (red, green, blue), (red_std, green_std, blue_std)
+        try:
+            pretrained_cfg = get_pretrained_cfg(tower)
+        except RuntimeError as error:
+            raise ConfigError(f"image.architecture: {error}") from error
+        if pretrained_cfg is None:
+            return MEAN, STD
+        (red, green, blue), (*std,) = pretrained_cfg.mean, pretrained_cfg.std
+        return (red, green, blue), (std[0], std[1], std[2])
 
 
 class ModelConfig(Config):
-    """The whole VLP model; `embed_dim` is the width of the shared contrastive space."""
+    """The whole VLP model; `embed_dim` is the width of the contrastive space of both encoders."""
 
     text: TextConfig = Field(TextConfig(), description="text encoder")
     image: ImageConfig = Field(ImageConfig(), description="image encoder")
     cross: CrossConfig = Field(CrossConfig(), description="cross-modal encoder")
-    embed_dim: int = Field(
-        256, ge=1, description="channels of the contrastive space that text and image share"
-    )
+    embed_dim: int = Field(256, ge=1, description="channels of the contrastive space")
     temperature: float = Field(
-        0.07,
-        ge=0.01,
-        le=1,
-        description="start of the learned temperature; that of the folder wins with init_from",
+        0.07, ge=0.01, le=1, description="initial learned temperature; no effect with init_from"
     )
     feature_dropout: Dropout = Field(
-        0,
-        description="share of the channels of an image's contrastive feature that is set to 0 in "
-        "training; it keeps frozen towers' projections from overfitting few images",
+        0, description="dropout of images' contrastive features, for few images and frozen towers"
     )
     token_projection: bool = Field(
-        True, description="separate bias-free 256-d projections of tokens; they also feed S (Eq. 3)"
+        True, description="separate bias-free projections of tokens, which S (Eq. 3) reads"
     )
 
     @model_validator(mode="after")
@@ -480,13 +463,13 @@ class ModelConfig(Config):
                 raise ValueError(f"{name}.width {part.width} is not a multiple of its heads")
             if part.pooling == "cls+mean" and not self.token_projection:
                 raise ValueError(
-                    f"{name}.pooling cls+mean needs token_projection: its projection reads two "
-                    "states, a token is one"
+                    f"{name}.pooling cls+mean needs token_projection, as its projection reads two "
+                    "states and cannot project one token"
                 )
         if self.image.pooled_layers > 1 and not self.token_projection:
             raise ValueError(
-                "image.pooled_layers needs token_projection: its projection reads several states, "
-                "a token is one"
+                "image.pooled_layers needs token_projection, as its projection reads several "
+                "states and cannot project one token"
             )
         if self.text.width != self.image.width:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -50,17 +51,21 @@ class CrossEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.grid = config, grid
-        streams = StreamEncodings(config, width, max_tokens, grid)
         names = encodings_by_module(config)
-        self.positions = nn.ModuleList(streams.create(name) for name in names["tokens"])
+        create = partial(
+            create_stream_encoding, config=config, width=width, max_tokens=max_tokens, grid=grid
+        )
+        self.positions = nn.ModuleList(create(name) for name in names["tokens"])
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
                 config.heads,
                 config.intermediate,
                 cross_output=config.layout == "albef",
-                positions=[_cross_modal(name, config, width) for name in names["cross_attention"]],
-                self_positions=[streams.create(name) for name in names["self_attention"]],
+                positions=[
+                    _create_cross_modal(name, config, width) for name in names["cross_attention"]
+                ],
+                self_positions=[create(name) for name in names["self_attention"]],
                 dropout=config.dropout,
             )
             for _ in range(config.layers)
@@ -86,18 +91,17 @@ class CrossEncoder(nn.Module):
             text_mask: (T, N) bool, True = not padding.
             anchors: paths of the B pairs, for ACE-RPE.
             pairs: indices of text and image of each pair; None pairs them row by row.
-            need_image: False skips computations for the image output of the last layer.
-            image_kv: `image_key_values` of the I images, for several passes over the same images.
-            query_indices: text tokens to output, (B, Q) int64 (both only with `shares_images`).
+            need_image: False skips the image output of the last layer.
+            image_kv: `image_key_values` of the I images, for repeated passes (if `shares_images`).
+            query_indices: (B, Q) int64, text tokens to output as (B, Q, width), likewise.
         """
         needs_shared = image_kv is not None or query_indices is not None
         if needs_shared and not self.shares_images(text):
             raise ValueError(
-                "image_kv, query_indices need layout text or albef, a CPU and encodings that leave "
-                "keys and values as they are: `shares_images` tells"
+                "image_kv and query_indices need layout text or albef, a CPU, and encodings that "
+                "do not change keys and values; check `shares_images` first"
             )
         two_streams = self.config.layout == "ace"
-        per_image = (-1, 1 + self.grid[0] * self.grid[1])
         text_grid = (1, text.shape[1] - 1)
         text_context = PositionContext(text_grid, 1, anchors=anchors, text_queries=True)
         image_context = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
@@ -108,13 +112,13 @@ class CrossEncoder(nn.Module):
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             selection = query_indices if last else None
-            # A text of several pairs may need other queries in each: compute all its tokens.
+            # The first layer runs before pairing, as pairs of one text may have other queries.
             self_queries = selection if number > 0 or pairs is None else None
             text = call_method(
                 layer, CrossLayer.self_attend, text, text_mask, text_context, self_queries
             )
             if two_streams and image_states is not None:
-                images = image_states.unflatten(1, per_image).flatten(0, 1)
+                images = self._split_images(image_states)
                 image_states = call_method(
                     layer, CrossLayer.self_attend, images, None, image_context
                 ).reshape_as(image_states)
@@ -147,7 +151,7 @@ class CrossEncoder(nn.Module):
 
         True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)).
         """
-        # On a GPU the kernel needs keys and values per pair.
+        # The GPU kernel needs keys and values per pair.
         if self.config.layout == "ace" or on_gpu(states):
             return False
         attentions: list[Attention] = [layer.cross_attention for layer in self.layers]  # type: ignore[misc]
@@ -155,20 +159,22 @@ class CrossEncoder(nn.Module):
         return all(attention.shares_keys for attention in attentions)
 
     def image_key_values(self, image: Tensor) -> ImageKeyValues:
-        """Compute each layer's keys and values of images (I, 1 + M, width), of that shape each."""
+        """Project images (I, 1 + M, width) to each layer's keys and values, of the same shape."""
         image = self._with_positions(image)
         return tuple(call_method(layer, CrossLayer.project, image) for layer in self.layers)
 
     def _with_positions(self, image: Tensor) -> Tensor:
-        """Apply the token encodings to images (I, 1 + M, width), or concatenated ones."""
+        """Apply the token encodings to images, as `forward` takes them."""
         context = PositionContext(self.grid, 1, text_queries=False)
-        per_image = (-1, 1 + self.grid[0] * self.grid[1])
         for encoding in self.positions:
-            images = image.unflatten(1, per_image).flatten(0, 1)
-            image = call_method(encoding, PositionEncoding.tokens, images, context).reshape_as(
-                image
-            )
+            images = self._split_images(image)
+            images = call_method(encoding, PositionEncoding.tokens, images, context)
+            image = images.reshape_as(image)
         return image
+
+    def _split_images(self, states: Tensor) -> Tensor:
+        """Split concatenated images: (I, P (1 + M), width) -> (I P, 1 + M, width)."""
+        return states.unflatten(1, (-1, 1 + self.grid[0] * self.grid[1])).flatten(0, 1)
 
 
 def encodings_by_module(config: CrossConfig) -> dict[str, tuple[str, ...]]:
@@ -184,7 +190,7 @@ def encodings_by_module(config: CrossConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
-def _cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding:
+def _create_cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding:
     """Create ACE-RPE, `uniform` (constant paths), or another encoding such as AlignmentBias."""
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
@@ -202,37 +208,32 @@ def _cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding
     )
 
 
-class StreamEncodings:
-    """Factory of the encodings that act on each stream by itself."""
-
-    def __init__(
-        self, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
-    ) -> None:
-        self._config = config
-        sizes: dict[str, Any] = {"width": width, "heads": config.heads}
-        grids = {"text": (1, max_tokens - 1), "image": grid}
-        self._sizes = {stream: sizes | {"grid": shape} for stream, shape in grids.items()}
-
-    def create(self, name: str) -> ByModality:
-        """Create an encoding by its name in the configuration."""
-        if name == "ape":
-            return self._create("learned-1d", deviation=APE_STD)
-        if name == "rpe":
-            return self._create("irpe-product", roles=("query", "key"))
-        return self._create(name)
-
-    def _create(self, name: str, **options: Any) -> ByModality:
-        options = {**self._config.options.get(name, {}), **options}
-        text, image = (dict(self._sizes[stream]) for stream in ("text", "image"))
-        if "length" in position_options(name):
-            # With a grid the encoding would refuse shorter texts.
-            text["length"] = text.pop("grid")[1]
-        streams = [create_fitting_position(name, sizes, **options) for sizes in (text, image)]
-        return ByModality(*streams)
+def create_stream_encoding(
+    name: str, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
+) -> ByModality:
+    """Create one encoding of `cross.position` that acts on each stream by itself."""
+    shorthands: dict[str, tuple[str, dict[str, Any]]] = {
+        "ape": ("learned-1d", {"deviation": APE_STD}),
+        "rpe": ("irpe-product", {"roles": ("query", "key")}),
+    }
+    name, fixed = shorthands.get(name, (name, {}))
+    options = {**config.options.get(name, {}), **fixed}
+    text: dict[str, Any] = {"grid": (1, max_tokens - 1)}
+    if "length" in position_options(name):
+        # With a grid the encoding would refuse shorter texts.
+        text = {"length": max_tokens - 1}
+    sizes = {"width": width, "heads": config.heads}
+    return ByModality(
+        create_fitting_position(name, sizes | text, **options),
+        create_fitting_position(name, sizes | {"grid": grid}, **options),
+    )
 
 
 class ImageFeatures(NamedTuple):
-    """states (B, 1 + M, width), [CLS] first; feature (B, d) and tokens (B, M, d) of unit length."""
+    """Image states (B, 1 + M, width), [CLS] first, and unit vectors.
+
+    feature (B, d) of the image; tokens (B, M, d) of its patches.
+    """
 
     states: Tensor
     feature: Tensor

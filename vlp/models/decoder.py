@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,37 +17,39 @@ from vlp.layers.blocks import INIT_STD, NORM_EPS, FeedForward, TextEmbedding
 from vlp.layers.causal import CausalAttention, Past
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
-    BERT_EMBEDDING,
-    BERT_LAYER,
     LoadReport,
-    bert_state,
     check_bert_settings,
     copy_weights,
+    last_bert_layers,
 )
+from vlp.models.pretrained.published import read_bert
 from vlp.models.vlp import REFERENCE_WIDTH, VLPModel
+from vlp.precision import at_least_float32
 
 
 class AnswerDecoderConfig(Config):
-    """Sizes and start of the decoder; its width is the encoders'."""
+    """Sizes and initial weights of the decoder; its width is the encoders'."""
 
     layers: int = Field(6, ge=1, description="number of layers")
     heads: int | None = Field(None, ge=1, description="null: the cross-modal encoder's")
     intermediate: int | None = Field(None, ge=1, description="null: the cross-modal encoder's")
     embedding: Literal["shared", "own"] = Field(
-        "shared", description="of words: the text encoder's, or a copy that is trained by itself"
+        "shared", description="word embedding: the text encoder's, or a copy trained separately"
     )
     start: Literal["cross", "none"] = Field(
-        "cross", description="layers start as the cross-modal encoder's, as ALBEF's do, or anew"
+        "cross",
+        description="cross: layers start from the cross-modal encoder's, as in ALBEF; none: from "
+        "random weights",
     )
     weights: str | None = Field(
-        None, description="folder or hub name of a public BERT, whose last layers are the start"
+        None, description="folder or hub name of a public BERT whose last layers replace `start`"
     )
 
 
 class Memory(NamedTuple):
-    """Keys and values of each decoder layer, (B, heads, N, head width).
+    """Keys and values of each decoder layer, (B, heads, N, head width) each.
 
-    bias: (B, 1, 1, N) of padding, or None.
+    bias: (B, 1, 1, N), large and negative at padding; None without padding.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -76,7 +77,7 @@ class MemoryAttention(nn.Module):
         return self._heads(self.key(states)), self._heads(self.value(states))
 
     def forward(self, states: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Attend to the memory: (B, L, width) -> (B, L, width)."""
+        """Attend from states (B, L, width) to the memory -> (B, L, width)."""
         out = attend(self._heads(self.query(states)), key, value, bias=bias)
         return self.output(out.transpose(1, 2).flatten(-2))
 
@@ -85,7 +86,10 @@ class MemoryAttention(nn.Module):
 
 
 class AnswerLayer(nn.Module):
-    """Post-norm self-attention (causal), cross-attention, feed-forward; named as `CrossLayer`'s."""
+    """Post-norm causal self-attention, cross-attention and feed-forward block.
+
+    Parameters have the names of `CrossLayer`, from which a decoder may start.
+    """
 
     def __init__(self, width: int, heads: int, intermediate: int) -> None:
         super().__init__()
@@ -108,8 +112,8 @@ class AnswerLayer(nn.Module):
 class AnswerDecoder(nn.Module):
     """Autoregressive text decoder; padding after a text changes nothing before it.
 
-    The output is BERT's: dense layer, GELU, norm, tied word embedding (Press and Wolf 2017). head:
-    (..., width) states and (vocabulary, width) embedding -> logits, as `MLMHead`.
+    head: output layer that maps states (..., width) and word embeddings (vocabulary, width) to
+    logits, as `MLMHead` does (tied embedding, Press and Wolf 2017).
     """
 
     def __init__(self, config: AnswerDecoderConfig, model: ModelConfig, head: nn.Module) -> None:
@@ -120,7 +124,7 @@ class AnswerDecoder(nn.Module):
         if text.width % heads:
             raise ConfigError(f"decoder.heads {heads} do not divide the model's width {text.width}")
         self.config = config
-        # Calls pass a shared embedding, so that the text encoder alone owns it.
+        # A shared embedding is an argument of each call, so that only the text encoder owns it.
         self.embedding = (
             TextEmbedding(text.vocab_size, text.width, text.max_positions, text.position_sines)
             if config.embedding == "own"
@@ -137,7 +141,7 @@ class AnswerDecoder(nn.Module):
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:
-        """Compute all keys and values of states (B, N, width); mask: (B, N) bool, True = real."""
+        """Project encoder states (B, N, width) for all layers; mask: (B, N) bool, True = real."""
         attentions = [part for part in self.modules() if isinstance(part, MemoryAttention)]
         layers = tuple(attention.project(states) for attention in attentions)
         bias = None if mask is None else mask_bias(mask, layers[0][0].dtype)[:, None, None]
@@ -150,12 +154,14 @@ class AnswerDecoder(nn.Module):
         embedding: TextEmbedding,
         pasts: Sequence[Past] | None = None,
     ) -> Tensor:
-        """Compute next-token states (B, L, width), or with `pasts` (B, 1, width) of the last token.
+        """Compute states that predict the next token: (B, L, width), or (B, 1, width) with `pasts`.
 
         Args:
             ids: (B, L) int64, [CLS] first.
             memory: of B rows.
-            pasts: cache of each layer for all tokens but the last, which is added to it.
+            embedding: of the text encoder; not read if the decoder has an embedding of its own.
+            pasts: each layer's cached keys and values of all tokens but the last; the last token's
+                are appended, and only its state is returned.
         """
         states = self._words(embedding)(ids)
         if pasts is not None:
@@ -166,7 +172,7 @@ class AnswerDecoder(nn.Module):
         return states
 
     def logits(self, states: Tensor, embedding: TextEmbedding) -> Tensor:
-        """Map (..., width) to (..., vocabulary)."""
+        """Map states (..., width) to logits (..., vocabulary)."""
         out: Tensor = self.head(states, self._words(embedding).word.weight)
         return out
 
@@ -174,29 +180,35 @@ class AnswerDecoder(nn.Module):
         return embedding if self.embedding is None else self.embedding
 
 
-# BERT has no cross-attention, and an encoder no output layer.
+# Parameters that a BERT (`_CROSS`) or any encoder (`_HEAD`) lacks.
 _CROSS = (r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
 _HEAD = r"head\."
 
 
 def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
-    """Initialise layers and embedding as configured; the caller initialises a head (`mlm_head`)."""
+    """Initialise layers and embedding as configured; the caller initialises the head."""
     config = decoder.config
     if model.config.text.architecture:
         raise ConfigError(
-            "text.architecture: answers and captions are written with the embedding of our own "
-            "BERT layers; start from a model whose text.architecture is null"
+            "text.architecture: answers and captions need the built-in text encoder; start from a "
+            "model with text.architecture=null"
         )
-    embedding = _embedding_weights(decoder, model)
-    # Weights have the same shapes for any number of heads, and compute something else.
+    embedding: dict[str, Tensor] = {}
+    if decoder.embedding is not None:
+        state = model.text_encoder.embedding.state_dict()
+        embedding = {f"embedding.{name}": tensor for name, tensor in state.items()}
+    # Weights of another number of heads have the same shapes and compute something else.
     heads = config.heads or model.config.cross.heads
     if config.weights is not None:
-        bert = bert_state(config.weights)
+        bert = read_bert(config.weights)
         if bert.settings is not None:
             sizes = [("num_attention_heads", "decoder.heads", heads)]
             check_bert_settings(bert.settings, sizes, config.weights)
-        # BERT's word embedding is not read: the text encoder's went through further pretraining.
-        layers, unused, initial = _bert_layers(decoder, bert.state, config.weights)
+        # The word embedding comes from the text encoder, which was pretrained further.
+        layers, unused = last_bert_layers(
+            bert.state, len(decoder.layers), config.weights, "decoder.layers"
+        )
+        initial = list(_CROSS)
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":
         if heads != model.config.cross.heads:
@@ -214,17 +226,10 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
     return [copy_weights(decoder, embedding | layers, source, unused, (_HEAD, *initial))]
 
 
-def _embedding_weights(decoder: AnswerDecoder, model: VLPModel) -> dict[str, Tensor]:
-    if decoder.embedding is None:
-        return {}
-    state = model.text_encoder.embedding.state_dict()
-    return {f"embedding.{name}": tensor for name, tensor in state.items()}
-
-
 def _cross_layers(
     decoder: AnswerDecoder, model: VLPModel
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return weights by the decoder's names, unused names, and patterns of further layers."""
+    """Return weights by the decoder's names, unused names, and patterns of the other layers."""
     target = decoder.state_dict()
     weights: dict[str, Tensor] = {}
     unused = []
@@ -236,43 +241,16 @@ def _cross_layers(
     layers = {int(name.split(".")[1]) for name in weights}
     width = model.config.text.width
     for number in layers:
-        # Layouts without an output projection equal one with the identity matrix.
-        part = f"layers.{number}.cross_attention.output"
-        if f"{part}.weight" not in weights:
-            like = target[f"{part}.weight"]
-            weights[f"{part}.weight"] = torch.eye(width, dtype=like.dtype, device=like.device)
-            weights[f"{part}.bias"] = torch.zeros_like(target[f"{part}.bias"])
-    further = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in layers]
-    return weights, unused, further
-
-
-def _bert_layers(
-    decoder: AnswerDecoder, state: Mapping[str, Tensor], source: str
-) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return BERT's last layers, as many as the decoder has."""
-    layers: dict[int, dict[str, Tensor]] = {}
-    unused, unknown = [], []
-    for key, tensor in state.items():
-        name = key.removeprefix("bert.")
-        module, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
-        if layer and layer[2] in BERT_LAYER:
-            layers.setdefault(int(layer[1]), {})[f"{BERT_LAYER[layer[2]]}.{kind}"] = tensor
-        elif module in BERT_EMBEDDING or name.startswith(("pooler.", "cls.", "embeddings.")):
-            unused.append(key)
-        else:
-            unknown.append(key)
-    if unknown:
-        raise ValueError(f"{source}: no rule maps these keys of BERT: {', '.join(unknown)}")
-    count = len(decoder.layers)
-    if len(layers) < count:
-        raise ValueError(f"{source} has {len(layers)} layers, the decoder {count}")
-    weights = {
-        f"layers.{number}.{name}": tensor
-        for number, layer in enumerate(sorted(layers)[-count:])
-        for name, tensor in layers[layer].items()
-    }
-    return weights, unused, list(_CROSS)
+        # A layout without an output projection equals the identity as projection.
+        output = f"layers.{number}.cross_attention.output"
+        if f"{output}.weight" not in weights:
+            initial = target[f"{output}.weight"]
+            weights[f"{output}.weight"] = torch.eye(
+                width, dtype=initial.dtype, device=initial.device
+            )
+            weights[f"{output}.bias"] = torch.zeros_like(target[f"{output}.bias"])
+    without = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in layers]
+    return weights, unused, without
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -294,14 +272,17 @@ def beam_search(
     counts as a token. One beam is greedy decoding.
 
     Args:
-        step: (rows * beams, t) ids, `start` first, and the row of the previous call that each one
-            continues (itself in the first call) -> log-probabilities (rows * beams, vocabulary). A
-            row's beams are adjacent; their number may vary between calls.
-        length: most ids after the first.
-        penalty: of length; 0 favours short sequences.
+        step: function of ids (rows * beams, t), `start` first, and parents (rows * beams,), to
+            log-probabilities of the next id (rows * beams, vocabulary). parents[i] is the index of
+            the sequence in the previous call that sequence i continues. A row's beams are adjacent;
+            their number may vary between calls.
+        rows: number of independent searches.
+        start, end: ids of the first token and of the end.
+        length: maximum number of ids after the first.
+        penalty: exponent of the length penalty; 0 favours short sequences.
     """
     if beams < 1 or length < 1:
-        raise ValueError(f"a search of {beams} beams and {length} tokens finds nothing")
+        raise ValueError(f"beam search needs at least 1 beam and 1 token, not {beams} and {length}")
     ids = torch.full((rows, 1, 1), start, device=device)
     parent = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(rows, 1, device=device)
@@ -310,9 +291,10 @@ def beam_search(
     for _ in range(length):
         if bool(finished.all()):
             break
-        previous_rows = parent + beam_count * torch.arange(rows, device=device)[:, None]
+        # `parent` counts within a row of the previous call, which had `beam_count` beams.
+        parents = parent + beam_count * torch.arange(rows, device=device)[:, None]
         beam_count = ids.shape[1]
-        next_scores = step(ids.flatten(0, 1), previous_rows.flatten())
+        next_scores = step(ids.flatten(0, 1), parents.flatten())
         next_scores = next_scores.unflatten(0, (rows, -1)).to(scores.dtype)
         vocabulary = next_scores.shape[-1]
         # A finished sequence only continues with the end token, at no cost.
@@ -331,7 +313,7 @@ def beam_search(
 
 
 class SpecialIds(NamedTuple):
-    """Ids that frame a text, and `suppressed` ids, which are never generated."""
+    """Ids of a text's first token (`start`) and end; `suppressed` ids are never generated."""
 
     start: int
     end: int
@@ -347,45 +329,31 @@ def generate(
     length: int,
     beams: int = 1,
     penalty: float = 0.6,
-    cached: bool = True,
 ) -> Tensor:
-    """Generate a text for every memory row: (B, at most `length`) ids, no start, end-padded."""
-    step = _Step(decoder, memory, embedding, special_ids.suppressed, cached)
-    rows = len(memory.layers[0][0])
-    device = memory.layers[0][0].device
+    """Generate a text for each of B memory rows: (B, at most `length`) ids, padded with the end.
+
+    The start is not part of the result.
+    """
+    rows, device = len(memory.layers[0][0]), memory.layers[0][0].device
+    beam_memory, pasts = memory, [Past() for _ in decoder.layers]
+
+    def step(ids: Tensor, parents: Tensor) -> Tensor:
+        nonlocal beam_memory, pasts
+        # The number of beams changed: repeat the memory's rows.
+        if len(ids) != len(beam_memory.layers[0][0]):
+            beam_rows = torch.arange(rows, device=device).repeat_interleave(len(ids) // rows)
+            beam_memory = memory.select(beam_rows)
+        # The first call has no cache yet.
+        if ids.shape[1] > 1:
+            pasts = [_select_past(past, parents) for past in pasts]
+        states = decoder(ids, beam_memory, embedding, pasts)
+        logits = at_least_float32(decoder.logits(states[:, -1], embedding))
+        logits[:, list(special_ids.suppressed)] = -torch.inf
+        return logits.log_softmax(-1)
+
     return beam_search(
         step, rows, special_ids.start, special_ids.end, length, beams, penalty, device
     )
-
-
-class _Step:
-    """Log-probabilities of the next token, with keys and values that follow their beams."""
-
-    def __init__(
-        self,
-        decoder: AnswerDecoder,
-        memory: Memory,
-        embedding: TextEmbedding,
-        suppressed: Sequence[int],
-        cached: bool,
-    ) -> None:
-        self._decoder, self._embedding, self._suppressed = decoder, embedding, list(suppressed)
-        self._memory, self._beam_memory = memory, memory
-        self._pasts = [Past() for _ in decoder.layers] if cached else None
-
-    def __call__(self, ids: Tensor, parents: Tensor) -> Tensor:
-        rows = len(self._memory.layers[0][0])
-        if len(ids) != len(self._beam_memory.layers[0][0]):
-            beam_rows = torch.arange(rows, device=ids.device).repeat_interleave(len(ids) // rows)
-            self._beam_memory = self._memory.select(beam_rows)
-        # The first call has no cache yet.
-        if self._pasts is not None and ids.shape[1] > 1:
-            self._pasts = [_select_past(past, parents) for past in self._pasts]
-        states = self._decoder(ids, self._beam_memory, self._embedding, self._pasts)
-        logits = self._decoder.logits(states[:, -1], self._embedding)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logits[:, self._suppressed] = -torch.inf
-        return logits.log_softmax(-1)
 
 
 def _select_past(past: Past, parents: Tensor) -> Past:
@@ -395,13 +363,13 @@ def _select_past(past: Past, parents: Tensor) -> Past:
 
 
 class Likelihood(NamedTuple):
-    """Log-probability of each text, with its end, (rows,).
+    """Log-probability of each text with its end, (rows,), in nats.
 
-    right and tokens: (rows,) numbers of greedily correct tokens, and of all tokens.
+    correct: (rows,) number of tokens that have the highest logit; tokens: (rows,) number of tokens.
     """
 
     log_probability: Tensor
-    right: Tensor
+    correct: Tensor
     tokens: Tensor
 
 
@@ -411,14 +379,13 @@ def answer_logits(
     ids: Tensor,
     embedding: TextEmbedding,
     pad_id: int,
-    places: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """Compute logits (R, vocabulary) of the R real tokens; arguments: see `answer_likelihood`."""
-    places = predicted_positions(ids, pad_id) if places is None else places
+    """Compute logits (R, vocabulary) of the R predicted tokens, as `answer_likelihood`."""
+    positions = predicted_positions(ids, pad_id) if positions is None else positions
     states = decoder(ids[:, :-1], memory, embedding)
-    # Padding does not pass the output layer, the most expensive one.
-    logits: Tensor = decoder.logits(states.flatten(0, 1)[places], embedding)
-    return logits if logits.dtype == torch.float64 else logits.float()
+    # The output layer is the most expensive one: leave padding out.
+    return at_least_float32(decoder.logits(states.flatten(0, 1)[positions], embedding))
 
 
 def answer_likelihood(
@@ -430,21 +397,22 @@ def answer_likelihood(
     smoothing: float = 0.0,
     soft: Tensor | None = None,
     alpha: float = 0.0,
-    places: Tensor | None = None,
+    positions: Tensor | None = None,
 ) -> Likelihood:
     """Compute log p(text) = sum of log p(token | previous tokens), in float32 or better.
 
     Args:
         ids: (rows, L) int64, [CLS] ... [SEP] and padding.
         smoothing: label smoothing; the result is then the negative smoothed cross-entropy.
-        soft: (R, vocabulary) predictions of a teacher for the R real tokens, rows that sum to 1.
+        soft: (R, vocabulary) predictions of a teacher for the R predicted tokens, rows that sum
+            to 1.
         alpha: weight of `soft` in each token's target.
-        places: (R,) `predicted_positions`; None computes them, which waits for a GPU.
+        positions: (R,) `predicted_positions`; None computes them, which waits for a GPU.
     """
-    places = predicted_positions(ids, pad_id) if places is None else places
-    logits = answer_logits(decoder, memory, ids, embedding, pad_id, places)
+    positions = predicted_positions(ids, pad_id) if positions is None else positions
+    logits = answer_logits(decoder, memory, ids, embedding, pad_id, positions)
     tokens = ids[:, 1:]
-    targets = tokens.flatten()[places]
+    targets = tokens.flatten()[positions]
     scores = -functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     if soft is not None:
         scores = (1 - alpha) * scores - alpha * functional.cross_entropy(
@@ -452,7 +420,7 @@ def answer_likelihood(
         )
 
     def by_text(values: Tensor) -> Tensor:
-        by_position = values.new_zeros(tokens.numel()).index_copy(0, places, values)
+        by_position = values.new_zeros(tokens.numel()).index_copy(0, positions, values)
         return by_position.view_as(tokens).sum(1)
 
     correct = logits.argmax(-1) == targets
@@ -462,12 +430,12 @@ def answer_likelihood(
 # ALBEF's k for the 3,128 answers of VQA v2.
 CANDIDATES = 128
 
-# Most logits in memory at once: 256 MiB in float32.
+# Maximum number of logits in memory: 256 MiB in float32.
 LOGITS = 2**26
 
 # Answers in a round of the exact search.
 _ROUND = 32
-# Nats within which two answers are equally likely.
+# Log-probabilities that differ less, in nats, count as equal.
 _ROUNDING = 1e-4
 
 
@@ -481,13 +449,13 @@ class Ranked(NamedTuple):
 class AnswerRanking:
     """Ranking of answers for each memory row by full likelihood.
 
-    The first token's probability picks `candidates` answers; None: all, the exact maximum.
-
     Args:
         decoder: in evaluation mode.
-        answers: (A, L) int64, [CLS] ... [SEP] and padding, unique, by frequency: of equally likely
-            ones (within 1e-4 nats) the earlier wins.
-        logits: most in memory at once (tokens of several answers times the vocabulary).
+        answers: (A, L) int64, [CLS] ... [SEP] and padding, unique, by falling frequency: of equally
+            likely answers (within 1e-4 nats) the first wins.
+        candidates: number of answers, chosen by their first token's probability, that are ranked;
+            None: all of them.
+        logits: maximum number in memory (tokens of several answers times the vocabulary).
     """
 
     def __init__(
@@ -501,7 +469,8 @@ class AnswerRanking:
     ) -> None:
         if not len(answers) or (candidates is not None and candidates < 1):
             raise ValueError(
-                f"ranking {len(answers)} answers by {candidates} candidates finds none"
+                f"a ranking needs at least 1 answer and 1 candidate, not {len(answers)} and "
+                f"{candidates}"
             )
         self._decoder, self._embedding, self._pad_id = decoder, embedding, pad_id
         self._answers = answers
@@ -519,13 +488,14 @@ class AnswerRanking:
         best = torch.full_like(rows, len(self._answers))
         scores = torch.full_like(first_scores[:, 0], -torch.inf)
         for start in range(0, len(self._answers) if self._exact else self._round, self._round):
-            # An answer is never likelier than its first token, so those behind cannot win.
+            # An answer is never likelier than its first token: a row is decided once no first
+            # token of the remaining answers reaches its best score.
             undecided = rows[first_scores[:, start] + _ROUNDING >= scores]
             if not len(undecided):
                 break
             candidates = order[undecided, start : start + self._round]
             new_scores = self._likelihoods(memory, undecided, candidates)
-            # The best answer of earlier rounds is one more column.
+            # The first column is the best answer of earlier rounds.
             new_scores = torch.cat([scores[undecided][:, None], new_scores], 1)
             candidates = torch.cat([best[undecided][:, None], candidates], 1)
             top = new_scores.amax(1)
@@ -536,7 +506,7 @@ class AnswerRanking:
 
     @torch.no_grad()
     def likelihoods(self, memory: Memory) -> Tensor:
-        """Compute the log-probability of every answer for B rows, (B, A); -inf: no candidate."""
+        """Compute each answer's log-probability for B rows, (B, A); -inf if it is no candidate."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
         first_scores = self._first_tokens(memory, len(rows))
         candidates = first_scores.argsort(dim=1, descending=True, stable=True)
@@ -546,34 +516,36 @@ class AnswerRanking:
         return torch.full_like(first_scores, -torch.inf).scatter(1, candidates, scores)
 
     def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
-        """Compute log p of each answer's first token, (B, A)."""
+        """Compute the log-probability of each answer's first token, (B, A)."""
         start = self._answers[:1, :1].expand(rows, 1)
         states = self._decoder(start, memory, self._embedding)[:, 0]
-        logits = self._decoder.logits(states, self._embedding)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = at_least_float32(self._decoder.logits(states, self._embedding))
         return logits.log_softmax(-1)[:, self._answers[:, 1]]
 
     def _likelihoods(self, memory: Memory, rows: Tensor, candidates: Tensor) -> Tensor:
-        """Compute log p of the answers `candidates` (rows, K) in chunks of similar length."""
+        """Compute log-probabilities (R, K) of answers by index, `candidates` (R, K).
+
+        rows: (R,) rows of the memory. Answers of similar length share a batch.
+        """
         answers = candidates.flatten()
         memory_rows = rows.repeat_interleave(candidates.shape[1])
         order = self._tokens[answers].argsort(stable=True)
         parts = []
         for chunk in _chunks(self._tokens[answers[order]].tolist(), self._max_tokens):
-            part = order[chunk]
-            ids = self._answers[answers[part], : int(self._tokens[answers[part[-1]]])]
-            part_memory = memory.select(memory_rows[part])
-            parts.append(
-                answer_likelihood(
-                    self._decoder, part_memory, ids, self._embedding, self._pad_id
-                ).log_probability
+            indices = order[chunk]
+            # The last answer of a chunk is the longest.
+            ids = self._answers[answers[indices], : int(self._tokens[answers[indices[-1]]])]
+            chunk_memory = memory.select(memory_rows[indices])
+            likelihood = answer_likelihood(
+                self._decoder, chunk_memory, ids, self._embedding, self._pad_id
             )
+            parts.append(likelihood.log_probability)
         scores = torch.cat(parts)
         return torch.empty_like(scores).index_copy(0, order, scores).view(candidates.shape)
 
 
 def _chunks(lengths: list[int], max_tokens: int) -> Iterator[slice]:
-    """Split ascending lengths into chunks of one text or at most `max_tokens`, padding included."""
+    """Split ascending lengths into chunks of at most `max_tokens` with padding, or of one text."""
     start = 0
     for stop in range(1, len(lengths) + 1):
         if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > max_tokens:

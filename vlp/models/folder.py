@@ -1,7 +1,7 @@
 """The public model folder: weights, configuration, tokenizer and preprocessing.
 
-Files: `model.safetensors`, `config.json`, the tokenizer's files, `processor_config.json`, and after
-pretraining `heads.safetensors`. `vlp.serving` opens it with transformers' classes.
+Files: `model.safetensors`, `config.json`, the tokenizer's files, `processor_config.json`, and
+`heads.safetensors` if training had heads. `vlp.serving` opens a folder with transformers' classes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -43,14 +42,14 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
 
-# What one model may have and another may lack: encodings, token projections, the token score.
+# Parts that a model and the folder it starts from need not share.
 _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 
 MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
 _MAX_TOKENS = 2**16
-# Bytes of buffers, such as tables of relative positions, that any model may have.
+# Bytes that buffers, such as tables of relative positions, may take beside any weights.
 _MAX_TABLES = 2**30
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -58,8 +57,8 @@ Module = TypeVar("Module", bound=nn.Module)
 class Loaded(NamedTuple):
     """A model with its tokenizer (`text`: captions -> ids and masks) and preprocessing.
 
-    preprocess: PIL image -> (3, size, size) float32; heads: weights of pretraining heads by name,
-    such as `mlm_head.bias`, possibly empty; folder: source of all files.
+    preprocess: PIL image -> (3, size, size) float32; heads: weights of the training's heads by
+    name, such as `mlm_head.bias`; folder: local folder of the files.
     """
 
     model: VLPModel
@@ -88,7 +87,7 @@ def save_pretrained(
 
 
 def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    """Write a folder's model alone: `config.json` and the weights; low-rank ones are merged."""
+    """Write `config.json` and the weights of the model, with LoRA's matrices merged."""
     state, config = merged_lora(dict(state), config)
     save_sizes(folder, config)
     _write_weights(folder / WEIGHTS, state)
@@ -96,7 +95,7 @@ def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -
 
 def save_sizes(folder: Path, config: ModelConfig) -> None:
     """Write a folder's `config.json`."""
-    # A loaded folder needs no public weights: they are part of its own.
+    # The folder's weights replace public weights.
     plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):
         plain[part]["weights"] = None
@@ -113,20 +112,20 @@ def from_pretrained(
     revision: str | None = None,
     plugins: Iterable[str] = (),
 ) -> Loaded:
-    """Load a local model folder, or else one from the hub, in evaluation mode.
+    """Load a model folder, local or from the hub, in evaluation mode.
 
     Args:
         folder_or_name: model folder, or a name on the hub (`huggingface_hub.snapshot_download`).
-        device: of the model, such as "cuda"; None: the CPU. Inputs must be there, too.
-        dtype: of its weights, such as "bfloat16"; None: float32.
+        device: of the model and its inputs, such as "cuda"; None: the CPU.
+        dtype: of the weights, such as "bfloat16"; None: float32.
         revision: branch, tag or commit of a name on the hub.
-        plugins: Python files or modules that register custom encodings; only these are imported,
-            whatever the folder lists.
+        plugins: Python files or modules to import, which register custom encodings. Plugins that
+            the folder lists are never imported by themselves.
 
     Raises:
-        FileNotFoundError: neither a folder nor a hub name, or a file is missing in it.
+        FileNotFoundError: neither a folder nor a hub name, or the folder lacks a file.
         ConfigError: `config.json` does not fit this version, or needs a plugin that is not listed.
-        ValueError: weights do not fit, a file is damaged, or the device or type does not exist.
+        ValueError: weights do not fit, a file is damaged, or the device or dtype does not exist.
     """
     load_plugins(plugins)
     folder = local_folder(folder_or_name, revision)
@@ -146,12 +145,12 @@ def to_device(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Module:
-    """Move a model, or a task with one, to a device and a type, as `from_pretrained` takes them."""
+    """Move a model, or a task's module with its models, to a device and dtype (None: unchanged)."""
     torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (
         isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point
     ):
-        raise ValueError(f"dtype {dtype!r} is none of float32, bfloat16, float16, float64")
+        raise ValueError(f"dtype {dtype!r}: choose float32, bfloat16, float16 or float64")
     models = [part for part in module.modules() if isinstance(part, VLPModel)]
     thresholds = [model.anchor_threshold for model in models]
     try:
@@ -162,19 +161,18 @@ def to_device(
             f"device {str(device)!r} cannot be used here; there are {', '.join(devices)}"
         ) from error
     for model, threshold in zip(models, thresholds):
-        # The threshold stays in float32, as the similarities that it is compared with.
+        # It stays in float32, like the similarities that it is compared with.
         model.anchor_threshold = threshold.to(model.anchor_threshold.device)
     return module
 
 
 def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
-    """Read a folder's model, in evaluation mode on the CPU."""
+    """Read a folder's model, in evaluation mode on the CPU; config replaces `config.json`."""
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     for file in (config_file, weights_file):
         if not file.is_file():
             raise FileNotFoundError(_no_model(folder, folder, file.name))
     config = config or read_config(config_file)
-    _require_room(config, config_file, weights_file)
     _require_shapes(config, config_file, weights_file)
     model = VLPModel(config)
     state = _read_weights(weights_file)
@@ -182,7 +180,7 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{weights_file} does not fit {config_file}: {error}") from error
-    # The caller's configuration may fix another threshold than the weights.
+    # A configured threshold replaces that of the weights.
     if config.cross.anchor_options.threshold is not None:
         model.anchor_threshold.fill_(config.cross.anchor_options.threshold)
     return model.eval()
@@ -203,9 +201,10 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     """Initialise a model from a folder's weights; position encodings may differ.
 
     Encodings, token projections and a token score that the folder lacks keep their initialisation
-    (zero for ACE-RPE, so the first outputs are the folder's); those that this model lacks are left
-    out, as are ACE-RPE tables of another number of groups. For another image size, positions are
-    resampled and encoding tables carried over (`vlp.positions.carry_over`).
+    (zero for ACE-RPE, so the first outputs are the folder's). Weights of encodings, projections or
+    a score that this model lacks, and ACE-RPE tables of another number of groups, are not used. For
+    another image size, positions are resampled and encoding tables carried over
+    (`vlp.positions.carry_over`).
     """
     folder = local_folder(folder_or_name)
     for file in (CONFIG, WEIGHTS):
@@ -219,20 +218,18 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     match_is_trained = bool(state["match_head.bias"].any()) if "match_head.bias" in state else True
     check_folder(model.config, trained, folder, str(folder_or_name), match_is_trained)
     target = model.state_dict()
-    # The folder's match head may read other states, and this configuration fix the threshold.
-    differs = {
-        r"match_head\.": trained.cross.pooling != model.config.cross.pooling,
-        r"anchor_threshold$": model.config.cross.anchor_options.threshold is not None,
-    }
-    initial = tuple(pattern for pattern, differ in differs.items() if differ)
-    # By this model's names; `unused` has the folder's.
-    extra = [
-        name
-        for name in weights
-        if any(re.match(pattern, name) for pattern in initial)
-        or (name not in target and re.match(_OPTIONAL, name))
-    ]
-    weights = {name: tensor for name, tensor in weights.items() if name not in extra}
+    # Parts of the model that keep their initialisation although the folder has them.
+    initial: tuple[str, ...] = ()
+    if trained.cross.pooling != model.config.cross.pooling:
+        initial += (r"match_head\.",)
+    if model.config.cross.anchor_options.threshold is not None:
+        initial += (r"anchor_threshold$",)
+    for name in list(weights):
+        if any(re.match(pattern, name) for pattern in initial) or (
+            name not in target and re.match(_OPTIONAL, name)
+        ):
+            del weights[name]
+            unused.append(name)
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
         keys = {name: name.removeprefix(_TOWER) for name in weights if name.startswith(_TOWER)}
@@ -247,17 +244,13 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
             weights[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
-    report = copy_weights(
-        model, weights, str(folder_or_name), [*unused, *extra], (*initial, _OPTIONAL)
-    )
-    matched = [name for name in report.matched if name not in resized]
-    return report._replace(matched=matched, resized=resized)
+    return copy_weights(model, weights, str(folder_or_name), unused, (*initial, _OPTIONAL), resized)
 
 
 def load_start(
     model: VLPModel, init_from: str | None = None, public: bool = True
 ) -> list[LoadReport]:
-    """Initialise a model for pretraining from public weights and a folder; return the reports."""
+    """Initialise a model from public weights (if `public`), then from `init_from`, if any."""
     try:
         reports = load_public_weights(model) if public else []
         if init_from is not None:
@@ -268,7 +261,7 @@ def load_start(
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of the prediction heads in a folder, by name."""
+    """Read the weights of a folder's heads, by name; empty without heads."""
     file = folder / HEADS
     return _read_weights(file) if file.is_file() else {}
 
@@ -290,41 +283,32 @@ def plain_config(file: Path) -> dict[str, Any]:
     kind = plain.pop("model_type", plain.get("architecture", MODEL_TYPE))
     if kind != MODEL_TYPE:
         raise ConfigError(
-            f"{file}: a model of kind {kind!r}, not a model folder of vlp; it may be a tower: "
-            "`vlp align --image-tower DIR --text-tower DIR` makes a model folder of two"
+            f"{file}: a model of kind {kind!r}, not {MODEL_TYPE!r}; `vlp align --image-tower DIR "
+            "--text-tower DIR` makes a model folder from an image and a text tower"
         )
     require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", file)
     return plain
 
 
-def _require_room(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require numbers of layers and tokens that fit the weights, before any layer is built."""
-    with _opened(weights) as tensors:
-        limit = len(tensors.keys())
-    settings = config.text.architecture
-    numbers = dict(settings) if isinstance(settings, Mapping) else {}
-    counts = {
-        **{f"text.architecture.{name}": number for name, number in numbers.items()},
-        "text.layers": config.text.layers,
-        "image.layers": config.image.layers,
-        "cross.layers": config.cross.layers,
-    }
-    for name, number in counts.items():
-        if "layers" in name and isinstance(number, int) and number > limit:
-            raise ConfigError(f"{file}: {name} is more than the weights of {weights.name} hold")
-    patches = (config.image.image_size // config.image.patch_size) ** 2
-    for name, number in (
-        ("text.max_tokens", config.text.max_tokens),
-        ("image.image_size", patches),
-    ):
-        if number > _MAX_TOKENS:
-            raise ConfigError(f"{file}: {name} makes more than {_MAX_TOKENS:,} tokens")
+def _require_depth(values: Any, limit: int, file: Path) -> None:
+    """Require that no number of layers exceeds the number of weights, before layers are built."""
+    settings = [("", values)]
+    while settings:
+        key, value = settings.pop()
+        if isinstance(value, Mapping):
+            settings += ((f"{key}.{name}".removeprefix("."), part) for name, part in value.items())
+        elif isinstance(value, int) and re.search(r"(layers|depth)[^.]*$", key) and value > limit:
+            raise ConfigError(f"{file}: {key} is {value}, more than the weights hold")
 
 
 def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require that a model has the shapes of the weights, before it takes memory."""
-    with _opened(weights) as tensors:
-        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    """Require that the weights have the sizes of a model, before it takes memory."""
+    shapes = weight_shapes(weights)
+    _require_depth(config.model_dump(), len(shapes), file)
+    if max(config.text.max_tokens, prod(config.image.tower_grid)) > _MAX_TOKENS:
+        raise ConfigError(
+            f"{file}: text.max_tokens or image.image_size makes more than {_MAX_TOKENS:,} tokens"
+        )
     try:
         with torch.device("meta"):
             model = VLPModel(config)
@@ -336,7 +320,7 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
     state, size = model.state_dict(), weights.stat().st_size
     if sum(tensor.numel() for tensor in state.values()) > size:
         raise ConfigError(
-            f"{weights} does not fit {file}: that has more weights than bytes are here"
+            f"{weights} does not fit {file}: its {size} bytes cannot hold the model's weights"
         )
     for name, tensor in state.items():
         if name in shapes and list(tensor.shape) != shapes[name]:
@@ -354,40 +338,36 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
 def require_sizes(
     values: Any, make: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Check that a configuration builds modules of the weights' sizes, before allocating them.
+    """Require that weights have the sizes of a task's module, before it takes memory.
 
     Args:
-        values: the configuration, plain.
-        make: builds the module; its `model.` exists already.
-        weights: all other weights, by name.
+        values: configuration of the task, plain.
+        make: builds the module.
+        weights: by name; weights of a module `model`, which is loaded already, may be absent.
+        file: of the configuration, for messages.
     """
-    pairs = [("", values)]
-    while pairs:
-        name, value = pairs.pop()
-        if isinstance(value, Mapping):
-            pairs += value.items()
-        elif isinstance(value, int) and re.search("layers|depth", name) and value > len(weights):
-            raise ConfigError(f"{file}: {name} {value} is more than its weights hold")
+    _require_depth(values, len(weights), file)
     try:
         with torch.device("meta"):
             state = make().state_dict()
     # Not every module can be built from meta tensors.
     except Exception:
         return
-    target = {n: part for n, part in state.items() if n in weights or not n.startswith("model.")}
-    wrong = [n for n, part in target.items() if n in weights and part.shape != weights[n].shape]
+    state = {n: part for n, part in state.items() if n in weights or not n.startswith("model.")}
+    wrong = [n for n, part in state.items() if n in weights and part.shape != weights[n].shape]
     size = sum(tensor.nbytes for tensor in weights.values())
-    if wrong or sum(part.numel() for part in target.values()) > _MAX_TABLES + size:
+    if wrong or sum(part.numel() for part in state.values()) > _MAX_TABLES + size:
         raise ConfigError(f"{file}: the weights do not fit its sizes: {listed(wrong)}")
 
 
-@contextmanager
-def _opened(weights: Path) -> Iterator[Any]:
+def weight_shapes(file: Path) -> dict[str, list[int]]:
+    """Read the shape of each weight in a safetensors file, by name."""
     try:
-        with safe_open(weights, framework="pt") as tensors:
-            yield tensors
+        with safe_open(file, framework="pt") as tensors:
+            names = tensors.keys()
+            return {name: tensors.get_slice(name).get_shape() for name in names}
     except SafetensorError as error:
-        raise ValueError(f"{weights}: damaged ({error})") from error
+        raise ValueError(f"{file}: damaged ({error})") from error
 
 
 def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -406,14 +386,14 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
     return state
 
 
-# All else of the configuration is in the weights, or comes after the tower.
+# Settings that change a tower's output for given weights.
 _COMMON_KEYS = {"image_size", "patch_size", "average_hflip"}
 _TOWER_KEYS = _COMMON_KEYS | {"architecture"}
 _VIT_KEYS = _COMMON_KEYS | {"width", "layers", "heads", "intermediate"}
 
 
 def tower_key(model: VLPModel) -> TowerKey:
-    """Return the settings of a model's image tower, and a checksum of its weights as they are."""
+    """Return the settings of a model's image tower and a checksum of its weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.image_encoder.vit.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -435,15 +415,15 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
     if tokens not in (1 + prod(config.tower_grid), 1 + prod(config.grid)):
         raise ConfigError(
             f"{features.folder}: holds {tokens} tokens of an image, and image.pool {config.pool} "
-            f"asks for {1 + prod(config.grid)}; make a folder with this image.pool, or with 1"
+            f"needs {1 + prod(config.grid)}; store features with this image.pool, or with 1"
         )
 
 
 def require_frozen_tower(features: StoredFeatures | None, model: VLPModel) -> None:
-    """Require that stored features, if any, come from this model's image tower, now frozen."""
+    """Require that stored features, if any, come from a model's image tower, and it is frozen."""
     if features is not None and not model.image_encoder.frozen:
         raise ConfigError(
-            "data.features holds what the image tower gives now, and training would change the "
-            "tower; set model.image.trainable=0"
+            "data.features holds outputs of the image tower, which training would change; set "
+            "model.image.trainable=0"
         )
     require_tower(features, model)

@@ -1,4 +1,4 @@
-"""The image encoder: a vision transformer, the package's or timm's, and a projection of [CLS]."""
+"""The image encoder: a ViT or a tower of timm, an adapter, and the contrastive projection."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vlp.positions import attach
 PatchEdit = Callable[[Tensor], Tensor]
 
 NORM_EPS = 1e-6  # timm's
-# Wavelengths from 2 pi patches to 100 times that.
+# Base of the wavelengths, from 2 pi to 200 pi patches.
 SINE_BASE = 100.0
 
 
 class _Edit(ThreadLocal):
-    """Edit of patch embeddings in this thread's call of `tower`."""
+    """The `edit_patches` of this thread's call of `tower`."""
 
     patches: PatchEdit | None = None
 
@@ -43,8 +43,12 @@ class ImageEncoder(TrainableTower):
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # A permanent hook: `torch.compile` cannot follow hooks that are added and removed.
             embed.register_forward_hook(self._edit_hook)
-        for name, options in config.positions.items():
-            _attach(self.vit, name, dict(options))
+        try:
+            for name, settings in config.positions.items():
+                options = dict(settings)
+                attach(self.vit, name, options.pop("roles", None), **options)
+        except ValueError as error:
+            raise ConfigError(f"image.positions: {error}") from error
         blocks = len(getattr(self.vit, "blocks", ()))
         if config.pooled_layers > max(1, blocks):
             raise ConfigError(
@@ -62,10 +66,10 @@ class ImageEncoder(TrainableTower):
         """Encode pixels (B, 3, height, width), normalised, or a stored output of `tower`.
 
         Returns (B, 1 + M + S, width): [CLS], patches, and the S summary tokens of
-        `image.pooled_layers`, which `project` reads. Stored outputs have any float type and may be
-        pooled.
+        `image.pooled_layers`, which `project` reads. Stored outputs may be pooled already, and have
+        any float dtype.
         """
-        self._require(pixels)
+        self._require_pixels(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
         if pixels.ndim == 3:
             if edit_patches is not None:
@@ -75,13 +79,10 @@ class ImageEncoder(TrainableTower):
             return self.after_tower(self.hflip_averaged_tower(pixels))
         return self.after_tower(self.tower(pixels, edit_patches))
 
-    def _require(self, pixels: Any) -> None:
+    def _require_pixels(self, pixels: Any) -> None:
         """Require pixels of the configured size, or a stored output of `tower`."""
         side, summary = self.config.image_size, self.config.summary_tokens
-        advice = (
-            f"give a tensor (images, 3, {side}, {side}), as the model folder's preparation makes "
-            "it of images"
-        )
+        advice = f"give a tensor (images, 3, {side}, {side}) from the model folder's preprocessing"
         if not isinstance(pixels, Tensor):
             raise TypeError(f"pixels are of type {type(pixels).__name__}; {advice}")
         grids = self.config.grid, self.config.tower_grid
@@ -90,15 +91,17 @@ class ImageEncoder(TrainableTower):
             raise ValueError(f"pixels have shape {tuple(pixels.shape)}; {advice}")
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
-        """Compute the tower's normalised output (B, 1 + M + S, tower's width) of normalised pixels.
+        """Compute the tower's output after its final norm, (B, 1 + M + S, tower's width).
 
-        First [CLS], or the mean patch where the tower has no [CLS]; last the pooled states of the S
-        / parts blocks before the last. Registers and distillation tokens are dropped. edit_patches
-        changes patch embeddings (B, M, tower's width) before positions are added.
+        The first token is [CLS], or the mean patch of a tower without [CLS]; then come the patches,
+        and S summary tokens: the pooled states of earlier blocks. Other prefix tokens are dropped.
+
+        Args:
+            pixels: (B, 3, height, width), normalised.
+            edit_patches: changes patch embeddings (B, M, C) before positions are added.
         """
         vit: Any = self.vit
         fuse_by_device(vit, pixels)
-        # A frozen tower keeps no graph.
         gradient = torch.is_grad_enabled() and not self.frozen
         self._edit.patches = edit_patches
         try:
@@ -109,11 +112,12 @@ class ImageEncoder(TrainableTower):
         finally:
             self._edit.patches = None
         pooled = [pool_states(states, self.config.pooling) for states in before]
+        # With pooling cls+mean a pooled state is two tokens wide.
         width = last.shape[-1]
         return torch.cat([last, *(states.unflatten(-1, (-1, width)) for states in pooled)], dim=1)
 
     def _last_blocks(self, pixels: Tensor) -> list[Tensor]:
-        """Return normalised tokens (B, 1 + M, C) of the last `pooled_layers` blocks, last first."""
+        """Return tokens (B, 1 + M, C) of the last `pooled_layers` blocks, the last block first."""
         vit: Any = self.vit
         intermediates = vit.forward_intermediates(
             pixels,
@@ -130,16 +134,16 @@ class ImageEncoder(TrainableTower):
         return [self._tokens(states) for states in tokens]
 
     def _tokens(self, states: Tensor) -> Tensor:
-        """Reduce a block's output (B, prefix + M, C) to [CLS] and the patches, (B, 1 + M, C)."""
+        """Reduce a block's output (B, prefix + M, C) to [CLS] and patches (B, 1 + M, C)."""
         vit, (rows, columns) = self.vit, self.config.tower_grid
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
         if states.ndim != 3 or states.shape[1] != prefix + rows * columns:
             raise ValueError(
-                f"image.architecture {self.config.tower_name} gives {tuple(states.shape)}, not "
-                f"tokens of a {rows} x {columns} grid after {prefix} prefix tokens"
+                f"image.architecture {self.config.tower_name} returns {tuple(states.shape)}, not "
+                f"{prefix} prefix tokens and a {rows} x {columns} grid of patches"
             )
         if isinstance(norm := getattr(vit, "fc_norm", None), nn.Module):
-            # Some towers normalise only after pooling.
+            # timm applies this norm after pooling.
             states = norm(states)
         patches = states[:, prefix:]
         if getattr(vit, "cls_token", None) is None:
@@ -151,7 +155,7 @@ class ImageEncoder(TrainableTower):
         return patches if edit is None else edit(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
-        """Average `tower` of images and of their flips, with the flips' patches flipped back."""
+        """Average the outputs of `tower` for images and their horizontal flips, flipped back."""
         states, flipped = self.tower(pixels), self.tower(pixels.flip(-1))
         rows, columns = self.config.tower_grid
         cls, patches, summary = flipped.split(
@@ -161,11 +165,11 @@ class ImageEncoder(TrainableTower):
         return (states + torch.cat([cls, patches, summary], dim=1)) / 2
 
     def after_tower(self, states: Tensor) -> Tensor:
-        """Pool patches of what `tower` returns, and adapt the width: -> (B, 1 + M + S, width)."""
+        """Pool the patches of a `tower` output and adapt its width -> (B, 1 + M + S, width)."""
         return self.adapter(self.pooled(states))
 
     def pooled(self, states: Tensor) -> Tensor:
-        """Average squares of `image.pool` patches a side; pooled states stay as they are."""
+        """Average squares of `image.pool` patches a side; pooled states are returned unchanged."""
         pool, (rows, columns) = self.config.pool, self.config.grid
         summary = self.config.summary_tokens
         if states.shape[1] == 1 + rows * columns + summary:
@@ -179,9 +183,9 @@ class ImageEncoder(TrainableTower):
         return states[:, : states.shape[1] - self.config.summary_tokens]
 
     def pool(self, states: Tensor) -> Tensor:
-        """Pool states (B, 1 + M + S, width) for the projection: (B, its channels).
+        """Pool states (B, 1 + M + S, width) to the projection's input (B, channels).
 
-        Earlier blocks come first, the last one's [CLS], mean, or both last.
+        Earlier blocks come first, the last block's [CLS], mean, or both come last.
         """
         last = pool_states(self.drop_summary(states), self.config.pooling)
         if not self.config.summary_tokens:
@@ -212,17 +216,10 @@ def _create_vit(config: ImageConfig) -> VisionTransformer:
     return vit
 
 
-def _attach(vit: nn.Module, name: str, options: dict[str, Any]) -> None:
-    try:
-        attach(vit, name, options.pop("roles", None), **options)
-    except ValueError as error:
-        raise ConfigError(f"image.positions: {error}") from error
-
-
 @torch.no_grad()
 def _start_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
-    """Fill the table of learned positions, (1, 1 + M, width), with 2D sines."""
-    # From small random vectors a probe locates a single object after three times the steps.
+    """Fill a table of learned positions (1, 1 + M, width) with 2D sinusoids; [CLS] gets 0."""
+    # A probe locates a single object in a third of the steps that random positions need.
     sines = build_sincos2d_pos_embed(list(grid), table.shape[-1], temperature=SINE_BASE)
     table.zero_()
     table[0, 1:] = amplitude * sines

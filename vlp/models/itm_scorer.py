@@ -1,4 +1,4 @@
-"""Image-text matching scores of many pairs, with keys and values of images computed once."""
+"""Image-text matching scores of one image with many texts, with the image's part computed once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorPaths, paths_from_similarity, uniform_paths
 from vlp.positions.base import PositionEncoding, call_method, hooks_of
-from vlp.precision import at_least_float32
+from vlp.precision import at_least_float32, no_autocast
 
 
 class PathShift(NamedTuple):
-    """Additions per unit of mean path, by group, to projections' inputs and outputs.
+    """ACE-RPE as additions per unit of mean path and channel group.
 
-    inputs (G, width) for queries and keys; query, key and value (heads, G, head width).
+    To the inputs of the projections, (G, width); to their outputs `query`, `key` and `value`,
+    (heads, G, head width).
     """
 
     query_inputs: Tensor
@@ -36,12 +37,12 @@ class PathShift(NamedTuple):
 
 
 def path_shift(attention: Attention, groups: int) -> PathShift | None:
-    """Read the additions off the hook `inputs` of the first encoding that has one."""
-    # Inputs of zero with a mean path of 1 in one group give that group's row of the table.
+    """Return the additions of the first encoding with the hook `inputs`; None without one."""
+    # For inputs of zero and a mean path of 1 in one group, the hook returns that group's row.
     for encoding in attention.positions:
         if "inputs" not in hooks_of(encoding):
             continue
-        # Tables stay float32 where layers keep their weights in bf16.
+        # Tables are float32 even if the layer's weights are bf16.
         weight = at_least_float32(attention.query.weight)
         unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
         zeros = weight.new_zeros(1, groups, weight.shape[1])
@@ -64,7 +65,7 @@ def path_shift(attention: Attention, groups: int) -> PathShift | None:
 
 
 def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionContext) -> Tensor:
-    """Return the self-attention of images (B, M, width), fused where no encoding takes part."""
+    """Run self-attention of images (B, M, width), fused if no encoding acts in it."""
     attention = layer.attention
     if attention.positions:
         return call_method(layer, CrossLayer.self_attend, image, None, context)
@@ -76,16 +77,6 @@ def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionCont
     return layer.attention_norm(image + attention.merge_heads(out))
 
 
-def text_self_attention(
-    layer: CrossLayer, text: Tensor, mask: Tensor, context: PositionContext, first: bool
-) -> Tensor:
-    """Return the self-attention of texts (B, N, width); `first`: of their first token alone."""
-    if first and not layer.attention.positions:
-        attended = layer.attention(text[:, :1], text, mask, context)
-        return layer.attention_norm(text[:, :1] + attended)
-    return call_method(layer, CrossLayer.self_attend, text, mask, context)
-
-
 def attend_shared_image(
     attention: Attention,
     text: Tensor,
@@ -94,12 +85,15 @@ def attend_shared_image(
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
-    """Return the cross-attention of texts (T, Q, width) to the keys and values of one image."""
+    """Attend from texts (T, Q, width) to keys and values (heads, 1 + M, head width) of one image.
+
+    shift: ACE-RPE, or None. Returns (T, Q, width).
+    """
     rows, queries, _ = text.shape
     paths = context.anchors
     if shift is not None and paths is not None:
         text = text + paths.text_mean @ shift.query_inputs
-    # Heads first: the queries of all texts then meet a head's keys in one product.
+    # Heads first, so that one product has the queries of all texts.
     query = attention.query(text).unflatten(-1, (attention.heads, -1)).permute(2, 0, 1, 3)
     if not attention.positions:
         query = query.flatten(1, 2)[None]
@@ -128,13 +122,16 @@ def attend_once(
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
-    """Return the cross-attention of one query (T, 1, width) each to images (T, 1 + M, width)."""
+    """Attend from one query each (T, 1, width) to images (T, 1 + M, width) -> (T, 1, width).
+
+    Keys and values are not projected: the weights move to the query and to the pooled image.
+    """
     paths = context.anchors
     if shift is not None and paths is not None:
         text = text + paths.text_mean @ shift.query_inputs
     query = attention.split_heads(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
-    # The keys' bias adds the same to all logits of a query, which softmax does not see.
+    # Softmax cancels the keys' bias, which adds the same to all logits of a query.
     key_queries = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
     logits = key_queries.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
     if shift is not None and paths is not None:
@@ -161,7 +158,10 @@ def attend_texts(
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
-    """Return the cross-attention of one image's queries (1, heads, 1 + M, head width) to texts."""
+    """Attend from one image's queries (1, heads, 1 + M, head width) to texts (T, N, width).
+
+    mask: (T, N) bool, True = not padding. Returns (T, 1 + M, width).
+    """
     paths, keys, values = context.anchors, text, text
     if shift is not None and paths is not None:
         query = query + paths.image_mean[:, None] @ shift.query
@@ -182,12 +182,12 @@ def attend_texts(
 def _softmax(
     attention: Attention, logits: Tensor, context: PositionContext, dtype: torch.dtype
 ) -> Tensor:
-    """Compute probabilities of scaled logits (T, heads, Q, K), after the hooks `bias`."""
+    """Compute attention probabilities from scaled logits (T, heads, Q, K) and the hooks `bias`."""
     for encoding in _with_hook(attention, "bias"):
-        # Between streams a bias reads paths alone: logits stand in for queries and keys.
+        # A bias between streams reads paths only, so any tensor may stand for queries and keys.
         addition = call_method(encoding, PositionEncoding.bias, logits, logits, context)
         logits = logits if addition is None else logits + addition.to(logits.dtype)
-    # Heads first again, as softmax copies tensors that are not contiguous.
+    # Back to heads first, the layout in memory, as softmax copies tensors that are not contiguous.
     return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
 
 
@@ -205,12 +205,12 @@ def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
     return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
 
 
-# Image tokens at a time on a CPU.
+# Image tokens per pass on a CPU, whose states fit a core's cache.
 _CACHED_TOKENS = 2048
 
 
 class PreparedTexts(NamedTuple):
-    """T texts: states (T, N, width) after the first self-attention, tokens (T, N, D) for paths.
+    """T texts: states (T, N, width) after the first self-attention, inputs (T, N, D) of Eq. 3.
 
     attention_mask and word_mask are (T, N) bool.
     """
@@ -226,7 +226,7 @@ class PreparedTexts(NamedTuple):
 
     @staticmethod
     def stack(parts: Sequence[PreparedTexts]) -> PreparedTexts:
-        """Concatenate texts of several parts, padded to the longest."""
+        """Concatenate texts along T, padded to the longest part."""
         longest = max(part.states.shape[1] for part in parts)
         columns = zip(*([_padded(field, longest) for field in part] for part in parts))
         return PreparedTexts(*(torch.cat(column) for column in columns))
@@ -235,9 +235,9 @@ class PreparedTexts(NamedTuple):
 class PreparedImage(NamedTuple):
     """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
 
-    tokens (M, D) are for paths. keys and values: (heads, 1 + M, head width) of each layer with
-    projections that texts share, else empty; query: (1, heads, 1 + M, head width) of the first
-    layer in layout `ace`.
+    tokens: (M, D), inputs of Eq. 3; keys, values: (heads, 1 + M, head width) for each layer in
+    which all texts share them; query: (1, heads, 1 + M, head width) of the first layer, in layout
+    `ace` only.
     """
 
     states: Tensor
@@ -257,10 +257,10 @@ class ITMScorer:
         self.layers: list[CrossLayer] = list(model.cross_encoder.layers)  # type: ignore[arg-type]
         attentions = [layer.cross_attention for layer in self.layers]
         self.shares_keys = all(attention.shares_keys for attention in attentions)
-        # If so, scores may depend on padding, and texts should be padded as in training.
+        # True: scores may depend on padding, and texts should be padded as in training.
         self.reads_padding = self.config.reads_padding
-        groups, kind = self.config.anchor.groups, model.anchor_threshold.device.type
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
+        groups = self.config.anchor.groups
+        with torch.no_grad(), no_autocast(model.anchor_threshold):
             self.shifts = [
                 path_shift(attention, groups) if self.shares_keys else None
                 for attention in attentions
@@ -268,7 +268,7 @@ class ITMScorer:
 
     @torch.no_grad()
     def prepare_texts(self, text: TextFeatures) -> PreparedTexts:
-        """Compute the part of T texts that no image changes."""
+        """Compute the part of T texts that does not depend on the image."""
         states, context = text.states, self._text_context(text.states.shape[1], None)
         for encoding in self.model.cross_encoder.positions:
             states = call_method(encoding, PositionEncoding.tokens, states, context)
@@ -289,8 +289,9 @@ class ITMScorer:
         tokens = (
             image.states[:, 1:] if self.model.anchor_options.features == "encoder" else image.tokens
         )
-        shared = self.layers[: 1 if self.two_streams else None] if self.shares_keys else []
-        attentions = [layer.cross_attention for layer in shared]
+        # In layout `ace`, texts change the image's states after the first layer.
+        layers = self.layers[: 1 if self.two_streams else None] if self.shares_keys else []
+        attentions = [layer.cross_attention for layer in layers]
         first = attentions[0] if attentions else None
         return PreparedImage(
             states,
@@ -305,18 +306,16 @@ class ITMScorer:
         """Compute log-odds that each text describes the image: (T,) float32."""
         if not self.two_streams or off_cpu(texts.states):
             return self._match(image, texts)
-        # Each pair has the states of a whole image, and only a few pairs fit a core's cache.
+        # In layout `ace` each pair has image states of its own.
         pairs = max(1, _CACHED_TOKENS // image.states.shape[1])
-        rows = torch.arange(len(texts.states)).split(pairs)
-        longest = texts.states.shape[1]
-        return torch.cat([self._match(image, texts.select(part, longest)) for part in rows])
+        tokens = texts.states.shape[1]
+        chunks = torch.arange(len(texts.states)).split(pairs)
+        return torch.cat([self._match(image, texts.select(rows, tokens)) for rows in chunks])
 
     def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
         paths = self._paths(prepared, texts)
-        text_context, image_context = (
-            self._text_context(texts.states.shape[1], paths),
-            self._image_context(paths),
-        )
+        text_context = self._text_context(texts.states.shape[1], paths)
+        image_context = self._image_context(paths)
         text, mask, image = texts.states, texts.attention_mask, prepared.states
         image = image if self.shares_keys else image.expand(len(text), -1, -1)
         cls_only = self.shares_keys and self.config.pooling == "cls"
@@ -324,13 +323,16 @@ class ITMScorer:
             attention, last = layer.cross_attention, number == len(self.layers) - 1
             if number and self.two_streams:
                 image = image_self_attention(layer, image, image_context)
-            if number:
-                text = text_self_attention(layer, text, mask, text_context, last and cls_only)
+            if number and last and cls_only and not layer.attention.positions:
+                attended = layer.attention(text[:, :1], text, mask, text_context)
+                text = layer.attention_norm(text[:, :1] + attended)
+            elif number:
+                text = call_method(layer, CrossLayer.self_attend, text, mask, text_context)
             if last and cls_only:
                 text, text_context = text[:, :1], _first_query(text_context)
             if number < len(prepared.keys):
-                shared = prepared.keys[number], prepared.values[number]
-                attended = attend_shared_image(attention, text, *shared, text_context, shift)
+                key_values = prepared.keys[number], prepared.values[number]
+                attended = attend_shared_image(attention, text, *key_values, text_context, shift)
             elif last and cls_only:
                 attended = attend_once(attention, text, image, text_context, shift)
             else:
@@ -369,8 +371,8 @@ class ITMScorer:
             )
         if not {*CROSS_MODAL} & {*self.config.position}:
             return None
-        with torch.autocast(words.device.type, enabled=False):
-            # One product for the tokens of all texts, (M, T N, G), then pair by pair in memory.
+        with no_autocast(words):
+            # One product for the tokens of all texts, (M, T N, G), then contiguous by pair.
             tokens = at_least_float32(texts.tokens).flatten(0, 1)
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
             similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
@@ -379,7 +381,7 @@ class ITMScorer:
 
 
 def _first_query(context: PositionContext) -> PositionContext:
-    """Return the context of a text with the first token as the only query."""
+    """Return the context for the first token of each text as the only query."""
     paths = context.anchors
     if paths is not None:
         paths = paths._replace(
@@ -391,6 +393,6 @@ def _first_query(context: PositionContext) -> PositionContext:
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:
-    """Pad (T, N) or (T, N, channels) to N = tokens with zeros, in masks False."""
+    """Pad (T, N) or (T, N, channels) with zeros or False to N = tokens."""
     missing = tokens - states.shape[1]
     return functional.pad(states, (0, 0, 0, missing) if states.ndim == 3 else (0, missing))

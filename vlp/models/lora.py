@@ -11,7 +11,7 @@ from vlp.config import ConfigError
 from vlp.models.config import ModelConfig, lora_rank
 from vlp.models.vlp import VLPModel
 
-# Ends of the names of the queries' and values' layers in ViT- and BERT-like models (LoRA, 4.2).
+# Suffixes of the names of query and value layers in ViT- and BERT-like models (LoRA, 4.2).
 TARGETS = [
     "query",
     "value",
@@ -24,13 +24,13 @@ TARGETS = [
     "attn.v",
     "Wqkv",
 ]
-# Factor of the product of both matrices, LoRA's alpha / rank.
+# LoRA's alpha / rank, which multiplies the product of both matrices.
 SCALE = 2
 _BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_lora(model: VLPModel) -> None:
-    """Add low-rank matrices to loaded towers of `trainable: lora-RANK`, initially zero."""
+    """Add low-rank matrices with a product of zero to loaded towers of `trainable: lora-RANK`."""
     for side, encoder, rank in (
         ("text", model.text_encoder, lora_rank(model.config.text.trainable)),
         ("image", model.image_encoder, lora_rank(model.config.image.trainable)),
@@ -60,7 +60,7 @@ def add_lora(model: VLPModel) -> None:
         for parameter in extra_parameters:
             parameter.requires_grad_(True)
         for layer in encoder.modules():
-            # With one bias for all, BEiT and EVA skip the modules that hold the matrices.
+            # With a common bias, BEiT and EVA read `qkv.weight` and skip peft's module around it.
             if hasattr(layer, "qkv_bias_separate"):
                 layer.qkv_bias_separate = True  # type: ignore[assignment]
 
@@ -68,7 +68,7 @@ def add_lora(model: VLPModel) -> None:
 def merged_lora(
     state: Mapping[str, Tensor], config: ModelConfig
 ) -> tuple[dict[str, Tensor], ModelConfig]:
-    """Merge low-rank matrices: state and configuration of an equivalent model without LoRA."""
+    """Return state and configuration of the equivalent model without LoRA: matrices merged."""
     ranks = {
         "text_encoder.": lora_rank(config.text.trainable),
         "image_encoder.": lora_rank(config.image.trainable),
@@ -80,7 +80,7 @@ def merged_lora(
         module, base, kind = name.rpartition(_BASE)
         rank = next((ranks[side] for side in ranks if name.startswith(side)), None)
         if base and kind == "weight" and rank is not None:
-            # Of a convolution the first matrix has its kernel, (rank, channels, rows, columns).
+            # `flatten`: the low matrix of a convolution is (rank, channels, rows, columns).
             high, low = state[module + _HIGH].float(), state[module + _LOW].float()
             product = (high.flatten(1) @ low.flatten(1)).view_as(tensor)
             tensor = tensor + (SCALE * product).to(tensor)

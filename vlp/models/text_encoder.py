@@ -1,4 +1,4 @@
-"""The text encoder: BERT's first layers, or a tower from outside, and a projection of [CLS]."""
+"""The text encoder: BERT layers or a tower of transformers, and the contrastive projection."""
 
 from __future__ import annotations
 
@@ -44,46 +44,41 @@ class TextEncoder(TrainableTower):
 
     @property
     def word_table(self) -> Tensor:
-        """The embeddings of word pieces, (vocabulary, width of the table)."""
+        """Return the embeddings of word pieces, (vocabulary, width of the table)."""
         if self.tower is None:
             return self.embedding.word.weight
         return self.tower.get_input_embeddings().weight  # type: ignore[operator]
 
     @property
     def pad_id(self) -> int:
-        """Return the id of padding by the tower's configuration; 0 without one, as BERT's."""
+        """Return the tower's id of padding; 0, as BERT's, if there is no tower or it has no id."""
         return getattr(getattr(self.tower, "config", None), "pad_token_id", None) or 0
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode ids (B, N) int64 with mask (B, N) bool: states (B, N, width).
 
-        With `text.length_groups` above 1, padding beyond a group's longest text has states of 0.
+        With `text.length_groups` above 1, padding that all texts of a group share has states of 0.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            # Reading the lengths of groups would wait for a GPU.
+            # On a GPU, reading the lengths would be a synchronisation.
             in_groups = self.length_groups > 1 and not on_gpu(text_ids)
             encode = self._in_groups if in_groups else self._states
             states = encode(text_ids, attention_mask)
         return self.adapter(states)
 
     def _in_groups(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode (B, N) texts in groups of similar length -> (B, N, width of the tower)."""
+        """Encode (B, N) texts in groups of similar length, without common padding, as `_states`."""
         order = attention_mask.sum(1).argsort(stable=True)
-        parts = [
-            self._padded(text_ids[rows], attention_mask[rows])
-            for rows in order.chunk(self.length_groups)
-        ]
+        parts = []
+        for rows in order.chunk(self.length_groups):
+            ids, mask = text_ids[rows], attention_mask[rows]
+            longest = int(mask.sum(1).amax())
+            states = self._states(ids[:, :longest], mask[:, :longest])
+            parts.append(nn.functional.pad(states, (0, 0, 0, ids.shape[1] - longest)))
         return torch.cat(parts)[order.argsort()]
 
-    def _padded(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode (B, N) texts without the padding that they share -> (B, N, width)."""
-        tokens = text_ids.shape[1]
-        longest = int(attention_mask.sum(1).amax())
-        states = self._states(text_ids[:, :longest], attention_mask[:, :longest])
-        return nn.functional.pad(states, (0, 0, 0, tokens - longest))
-
     def _states(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Compute the tower's states of ids (B, N): (B, N, width of the tower)."""
+        """Encode ids (B, N) to states before the adapter, (B, N, width of the tower)."""
         if self.tower is not None:
             output = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())
             return output.last_hidden_state
@@ -94,8 +89,8 @@ class TextEncoder(TrainableTower):
 
 
 def require_ids(ids: Any) -> Tensor:
-    """Return token ids (B, N) after a check of their type and shape."""
-    advice = "give a tensor (texts, tokens), as the model folder's tokenizer makes it of texts"
+    """Return token ids after a check that they are a tensor (B, N)."""
+    advice = "give a tensor (texts, tokens) from the model folder's tokenizer"
     if not isinstance(ids, Tensor):
         raise TypeError(f"token ids are of type {type(ids).__name__}; {advice}")
     if ids.ndim != 2:

@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,16 +20,15 @@ from vlp.models.config import ImageConfig, ModelConfig, TextConfig, Trainable
 
 
 def create_image_tower(config: ImageConfig) -> nn.Module:
-    """Create the headless model of `image.architecture` at the configured size, like a timm ViT."""
+    """Create timm's model of `image.architecture` at the configured size, without a head."""
     import timm
 
-    tower_options = config.architecture if isinstance(config.architecture, Mapping) else {}
+    architecture = config.architecture if isinstance(config.architecture, Mapping) else {}
     name = str(config.tower_name)
-    options = {key: value for key, value in tower_options.items() if key != "name"}
-    # Weights come from `image.weights` alone.
+    options = {key: value for key, value in architecture.items() if key != "name"}
     if file_options := _FILES & options.keys():
         raise ConfigError(
-            f"image.architecture.{min(file_options)}: would read weights of its own; leave it out"
+            f"image.architecture.{min(file_options)} reads weights: remove it and set image.weights"
         )
     try:
         tower: Any = timm.create_model(
@@ -40,29 +38,29 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
         tower.reset_classifier(0, "")
     except Exception as error:  # of any name, option or size
         raise ConfigError(
-            f"image.architecture {name}: timm makes no ViT of {config.image_size} px of it with "
+            f"image.architecture {name}: timm cannot create it for {config.image_size} px with "
             f"{options} ({error})"
         ) from error
     embed: Any = next((part for part in map(tower.__dict__["_modules"].get, _EMBEDS) if part), None)
     size = getattr(embed, "patch_size", None)
     if size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
         raise ConfigError(
-            f"image.architecture {name}: a {type(tower).__name__} gives no [CLS], registers and "
-            "patches on one grid; choose a ViT, DeiT, EVA or BEiT"
+            f"image.architecture {name}: a {type(tower).__name__} has no prefix tokens and patches "
+            "of one grid; choose a ViT, DeiT, EVA or BEiT"
         )
     grid = getattr(embed, "grid_size", None)
     patch = config.image_size // grid[0] if grid else size if isinstance(size, int) else size[0]
     if patch != config.patch_size:
         raise ConfigError(
             f"image.patch_size is {config.patch_size}, and {name} has patches of {patch} px; set "
-            f"image.patch_size={patch} and an image_size that is a multiple of it"
+            f"image.patch_size={patch}, and image.image_size to a multiple of {patch}"
         )
     return tower
 
 
 def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights to a tower's names and sizes by timm's filter, which resamples positions."""
-    # The class of a tower with encodings derives from timm's.
+    # A tower with encodings has a class of this package, derived from timm's.
     modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
     filters = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
     convert = next(filter(None, filters), None)
@@ -74,42 +72,39 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
         ) from error
 
 
+# Attributes that hold a tower's patch embedding.
 _EMBEDS = ("patch_embed", "embeds")
 _FILES = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
 
-
-def require_editable(config: ImageConfig) -> None:
-    """Require a tower with replaceable patch embeddings (B, M, width), as MIM needs."""
-    with torch.device("meta"):
-        tower: Any = create_image_tower(config)
-    embed = getattr(tower, "patch_embed", None)
-    if not isinstance(embed, PatchEmbed) or not embed.flatten or tower.num_features != config.width:
-        raise ConfigError(
-            f"objectives.mim: the patches of {config.tower_name}, {tower.num_features} channels, "
-            f"cannot be replaced by a mask token of {config.width}; leave mim out"
-        )
-
-
-# Origin of a configuration, and the type that its weights are stored in.
+# Settings of a config.json that do not change the model.
 _IGNORED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}
 _CONFIG = "config.json"
-# Implementations without code from the hub. Quantised weights bring their own kernels.
+# Values of attention settings that need no code from the hub.
 _ATTENTIONS = (None, "eager", "sdpa", True, False)
+# Settings that may run code from the hub; quantised weights bring kernels.
 _CODE = {"quantization_config", "custom_pipelines", "trust_remote_code", "use_kernels"}
 
 
 def with_architecture(config: ModelConfig) -> ModelConfig:
-    """Return the configuration with settings for a name or folder in `text.architecture`."""
+    """Replace a name or folder in `text.architecture` by the settings of its config.json."""
     name = config.text.architecture
     if not isinstance(name, str):
         return config
+    file = Path(name) / _CONFIG
     try:
-        settings = parse_json(_config_file(name).read_text(encoding="utf-8"))
+        if not Path(name).is_dir():
+            if not may_be_on_hub(name):
+                raise FileNotFoundError("there is no such folder")
+            from huggingface_hub import hf_hub_download
+
+            check_hub()
+            file = Path(hf_hub_download(name, _CONFIG))
+        settings = parse_json(file.read_text(encoding="utf-8"))
     except Exception as error:  # of the name, the network, the service, the disk or the file
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"text.architecture {name}: no {_CONFIG} of transformers in such a folder or on the "
-            f"hub ({reason})"
+            f"text.architecture {name}: cannot read a {_CONFIG} of transformers from a folder or "
+            f"the hub ({reason})"
         ) from error
     text = config.text.model_copy(update={"architecture": settings})
     return config.model_copy(update={"text": text})
@@ -121,27 +116,26 @@ def create_text_tower(config: TextConfig) -> nn.Module:
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
     settings = transformers_config(config)
-    kind = settings.model_type
+    model_type = settings.model_type
     if type(settings) not in MODEL_FOR_MASKED_LM_MAPPING or settings.is_encoder_decoder:
         raise ConfigError(
-            f"text.architecture: {kind} is not BERT-like; choose bert, roberta, mpnet, distilbert, "
-            "electra, modernbert or another encoder that predicts masked words"
+            f"text.architecture: {model_type} is not BERT-like; choose bert, roberta, mpnet, "
+            "distilbert, electra, modernbert or another encoder with masked language modelling"
         )
     if settings.vocab_size != config.vocab_size:
         raise ConfigError(
             f"text.vocab_size is {config.vocab_size}, and text.architecture has "
             f"{settings.vocab_size} word pieces; set text.vocab_size={settings.vocab_size}"
         )
-    make, kinds = partial(AutoModel.from_config, settings), MODEL_MAPPING[type(settings)]
-    tower_class: Any = kinds[0] if isinstance(kinds, tuple) else kinds
-    # Not every class takes the argument.
-    if "add_pooling_layer" in inspect.signature(tower_class).parameters:
-        make = partial(make, add_pooling_layer=False)
+    classes = MODEL_MAPPING[type(settings)]
+    tower_class: Any = classes[0] if isinstance(classes, tuple) else classes
+    parameters = inspect.signature(tower_class).parameters
+    options = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
     try:
-        tower: nn.Module = make()
+        tower: nn.Module = AutoModel.from_config(settings, **options)
     except Exception as error:  # of any setting
         raise ConfigError(
-            f"text.architecture: transformers makes no {kind} of it ({error!r})"
+            f"text.architecture: transformers cannot create this {model_type} ({error!r})"
         ) from error
     positions = getattr(settings, "max_position_embeddings", config.max_tokens) - position_offset(
         tower
@@ -155,8 +149,8 @@ def create_text_tower(config: TextConfig) -> nn.Module:
 
 
 def position_offset(tower: nn.Module) -> int:
-    """Return the index of a text's first position, 0 without an offset."""
-    # RoBERTa counts positions from behind the id of padding.
+    """Return the index of a text's first position in the table of positions."""
+    # RoBERTa counts positions from its id of padding + 1.
     for name, module in tower.named_modules():
         padding: Any = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and padding is not None:
@@ -165,13 +159,13 @@ def position_offset(tower: nn.Module) -> int:
 
 
 def require_padding(tower: nn.Module | None, pad_id: int) -> None:
-    """Require the vocabulary's id of padding of a tower that counts positions from it."""
+    """Require that a tower which counts positions from its id of padding has the vocabulary's."""
     offset = 0 if tower is None else position_offset(tower)
     if offset and offset - 1 != pad_id:
         raise ConfigError(
             f"text.architecture.pad_token_id is {offset - 1} and data.vocabulary pads with "
-            f"{pad_id}, by which this tower finds the places of words; set "
-            f"text.architecture.pad_token_id={pad_id}, or the vocabulary of the weights"
+            f"{pad_id}, from which this tower counts positions; set "
+            f"text.architecture.pad_token_id={pad_id}, or use the vocabulary of the weights"
         )
 
 
@@ -180,19 +174,19 @@ def transformers_config(config: TextConfig) -> Any:
     from transformers import AutoConfig
 
     if not isinstance(config.architecture, Mapping):
-        raise ConfigError(f"text.architecture {config.architecture!r} is no mapping of settings")
+        raise ConfigError(f"text.architecture {config.architecture!r} is not a mapping of settings")
     plain = {key: value for key, value in config.architecture.items() if key not in _IGNORED}
     for key, value in plain.items():
-        # transformers would fetch a kernel of that name from the hub, and run it.
+        # transformers would download a kernel of that name from the hub, and run it.
         if ("implementation" in key and value not in _ATTENTIONS) or key in _CODE:
             raise ConfigError(
-                f"text.architecture.{key} {value!r} may name code of others; leave it out"
+                f"text.architecture.{key} {value!r} may name code of others; remove the key"
             )
     try:
         return AutoConfig.for_model(plain.pop("model_type"), **plain)
     except Exception as error:  # of the name or any value
         raise ConfigError(
-            f"text.architecture: transformers reads no configuration from it ({error!r})"
+            f"text.architecture: transformers cannot read this configuration ({error!r})"
         ) from error
 
 
@@ -205,39 +199,36 @@ def word_width(config: TextConfig) -> int:
 
 
 def blocks_of(tower: nn.Module) -> str:
-    """Return the dotted name of a tower's list of layers: its longest list of modules."""
+    """Return the dotted name of a tower's layers: its longest `nn.ModuleList`."""
     lists = {n: part for n, part in tower.named_modules() if isinstance(part, nn.ModuleList)}
     return max(lists, key=lambda name: len(lists[name]))
 
 
-def _config_file(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name) / _CONFIG
-    if not may_be_on_hub(name):
-        raise FileNotFoundError("there is no such folder")
-    from huggingface_hub import hf_hub_download
-
-    check_hub()
-    return Path(hf_hub_download(name, _CONFIG))
-
-
 def require_maskable(image: ImageConfig) -> None:
-    """Require that MIM can mask patches of the image encoder and learn from them."""
+    """Require an image encoder for MIM: trainable, and with patch embeddings (B, M, width)."""
     if image.pool > 1:
         raise ValueError(
             f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"
         )
     if image.trainable == 0:
         raise ValueError("objectives.mim trains the image encoder, which image.trainable 0 freezes")
-    if image.architecture:
-        require_editable(image)
+    if not image.architecture:
+        return
+    with torch.device("meta"):
+        tower: Any = create_image_tower(image)
+    embed = getattr(tower, "patch_embed", None)
+    if not isinstance(embed, PatchEmbed) or not embed.flatten or tower.num_features != image.width:
+        raise ConfigError(
+            f"objectives.mim: the patches of {image.tower_name}, {tower.num_features} channels, "
+            f"cannot be replaced by a mask token of {image.width}; set objectives.mim=null"
+        )
 
 
 class TrainableTower(nn.Module):
     """Base of both encoders: a tower of blocks, then an adapter and a projection.
 
-    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A wholly
-    frozen tower stays in evaluation mode.
+    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A tower
+    that is `frozen` as a whole stays in evaluation mode.
     """
 
     AFTER: ClassVar[tuple[str, ...]] = ("projection", "adapter")
@@ -250,10 +241,10 @@ class TrainableTower(nn.Module):
         return len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
 
     def layer_distances(self) -> dict[str, int]:
-        """Return the distance of each tower parameter from the top, by name.
+        """Return each tower parameter's distance from the top, by name, as BEiT's layer decay.
 
-        Norms after the last block have 0, the last block 1, the one before 2; embeddings and token
-        encodings, with their norms, one more than the first block (BEiT's layer ids from the top).
+        Norms after the last block have 0, the last block 1, the block before it 2, and so on;
+        embeddings and token encodings, with their norms, have one more than the first block.
         """
         block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         distances: dict[str, int] = {}
@@ -264,13 +255,14 @@ class TrainableTower(nn.Module):
                 distances[name] = self.depth - int(match[1])
             else:
                 is_norm = "norm" in name.lower() and "positions." not in name
+                # Parameters come in order, so the last block was counted before.
                 is_top = is_norm and 1 in distances.values()
                 distances[name] = 0 if is_top else self.depth + 1
         return distances
 
     def restrict(self, trainable: Trainable, key: str) -> None:
-        """Freeze all of the tower but its last `trainable` blocks and the norms after them."""
-        # All, or LoRA, which freezes the tower once its weights are loaded.
+        """Freeze the tower except its last `trainable` blocks and the norms after them."""
+        # "all", or LoRA, which freezes the tower once its weights are loaded.
         if isinstance(trainable, str):
             return
         if trainable > self.depth:
@@ -282,7 +274,7 @@ class TrainableTower(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, except of a frozen tower and of batch norms with frozen statistics."""
+        """Set the mode, but keep a frozen tower and batch norms without gradients in evaluation."""
         super().train(mode)
         for name, child in self.named_children():
             if self.frozen and name not in self.AFTER:
@@ -294,14 +286,14 @@ class TrainableTower(nn.Module):
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that keep statistics of batches."""
+    """Return the batch norms in a module."""
     return [part for part in module.modules() if isinstance(part, _BatchNorm)]
 
 
 def require_whole_batches(task: nn.Module, ranks: int, recomputed: str | None) -> None:
-    """Require that batch norms of towers see each global batch whole, and once.
+    """Require that a tower with trained batch norms gets each global batch as a whole, once.
 
-    recomputed: configuration key that runs a pass in chunks or twice.
+    recomputed: configuration key that runs a pass in chunks or twice, if any.
     """
     towers = [part for part in task.modules() if isinstance(part, TrainableTower)]
     if (ranks > 1 or recomputed) and any(
@@ -309,5 +301,6 @@ def require_whole_batches(task: nn.Module, ranks: int, recomputed: str | None) -
     ):
         raise ConfigError(
             f"a tower has batch norms, whose statistics {recomputed or 'several ranks'} would "
-            "change: use one rank without it, another tower, or freeze the tower (trainable: 0)"
+            "change: use a single rank and whole batches, or another tower, or freeze the tower "
+            "(trainable: 0)"
         )

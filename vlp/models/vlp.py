@@ -33,30 +33,34 @@ from vlp.positions.anchor_field import (
     join_paths,
     uniform_paths,
 )
+from vlp.precision import at_least_float32
 
-# INIT_STD is meant for this width. Image and cross-modal encoders scale it by sqrt(768 / width) to
-# keep the scale of activations: with 0.02 at width 128 a model spends hundreds of steps near zero.
-# The text encoder keeps 0.02, as larger values mix its tokens too early.
+# Width that INIT_STD is meant for. Image and cross-modal encoders scale it by sqrt(768 / width), as
+# 0.02 at width 128 keeps activations near zero for hundreds of steps. The text encoder keeps 0.02,
+# as larger values mix its tokens too early.
 REFERENCE_WIDTH = 768
 
 
 class TokenScore(nn.Module):
     """FILIP score: mean over words of the maximum patch cosine, times a learned factor.
 
-    A part of the match score (Yao et al. 2021, section 3.1, text to image) that reads the token
-    projections. start is the initial factor.
+    It is a term of the match score (Yao et al. 2021, section 3.1, text to image). start: initial
+    factor.
     """
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        # Relative to `start`, so that Adam's step is proportional to it.
+        # Relative to `start`, so that Adam's step is proportional to `start`.
         self.start = start
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor) -> Tensor:
-        """Score pairs: (B,) in the tokens' type; a text without words scores 0.
+        """Score pairs -> (B,); a text without words scores 0.
 
-        Unit vectors image_tokens (..., M, D), text_tokens (B, N, D); word_mask (B, N), True = word.
+        Args:
+            image_tokens: (B, M, D) of unit length, or (M, D) of one image for all texts.
+            text_tokens: (B, N, D) of unit length.
+            word_mask: (B, N) bool, True = word piece.
         """
         with torch.autocast(text_tokens.device.type, enabled=False):
             best = (text_tokens @ image_tokens.mT).amax(-1)
@@ -68,7 +72,7 @@ class VLPModel(nn.Module):
     """Vision-language model; public calls: `encode_image`, `encode_text`, `match`.
 
     `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold`, saved
-    with the weights, is delta of Eq. 4: configured, or pretraining's running quantile.
+    with the weights, is delta of Eq. 4: configured, or the running quantile of training.
     """
 
     anchor_threshold: Tensor
@@ -94,11 +98,13 @@ class VLPModel(nn.Module):
             _initialise(INIT_STD, self.text_encoder.layers)
         _initialise(INIT_STD, self.match_head)
         scaled_std = INIT_STD * (REFERENCE_WIDTH / width) ** 0.5
-        # A tower keeps timm's initialisation.
         if config.image.architecture is None:
             _initialise(scaled_std, self.image_encoder.vit.get_submodule("blocks"))
         _initialise(scaled_std, self.cross_encoder)
-        for projection in self._projections():
+        projections = [self.text_encoder.projection, self.image_encoder.projection]
+        if config.token_projection:
+            projections += [self.text_tokens, self.image_tokens]
+        for projection in projections:
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
@@ -108,8 +114,7 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Return whether any step trained the match score."""
-        # Biases start at 0, and the first step moves them.
+        """Return whether the match score was trained, as its biases start at 0."""
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:
@@ -128,9 +133,9 @@ class VLPModel(nn.Module):
                 modules[part].requires_grad_(False)
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
-        """Encode images (B, 3, height, width), normalised as the model folder's preprocessing does.
+        """Encode images (B, 3, height, width) from the model folder's preprocessing.
 
-        pixels may be a stored tower output and edit_patches is passed on, see `ImageEncoder`.
+        Arguments as of `ImageEncoder.forward`: `pixels` may be a stored tower output.
         """
         encoder = self.image_encoder
         output = encoder(pixels, edit_patches)
@@ -149,9 +154,10 @@ class VLPModel(nn.Module):
     ) -> TextFeatures:
         """Encode texts: `encode_text(text(["a dog"]))`, with the tokenizer of `vlp.load`.
 
-        text_ids: (B, N) int64, [CLS] first, or the tokenizer's output with both masks.
-        attention_mask: (B, N) bool, True = not padding. word_mask: (B, N) bool, True = word piece
-        (not [CLS], [SEP]).
+        Args:
+            text_ids: (B, N) int64, [CLS] first, or the tokenizer's output with both masks.
+            attention_mask: (B, N) bool, True = not padding.
+            word_mask: (B, N) bool, True = word piece, False = padding, [CLS] or [SEP].
         """
         if isinstance(text_ids, TextTokens):
             text_ids, attention_mask, word_mask = text_ids
@@ -167,7 +173,7 @@ class VLPModel(nn.Module):
         )
 
     def project_text(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Pool and project a text's states (B, N, width), mask (B, N) -> (B, d), not normalised."""
+        """Pool and project text states (B, N, width), mask (B, N) -> (B, d), not normalised."""
         pooled = pool_states(states, self.config.text.pooling, attention_mask)
         return self.text_encoder.projection(pooled)
 
@@ -180,7 +186,10 @@ class VLPModel(nn.Module):
     def anchors(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorPaths | None:
-        """Compute anchor paths of the pairs from the token features (papers.md#ace-a7)."""
+        """Compute anchor paths of the pairs (papers.md#ace-a7); None without ACE-RPE.
+
+        pairs: indices of text and image of each pair; None pairs them row by row.
+        """
         cross = self.config.cross
         if not set(CROSS_MODAL) & set(cross.position):
             return None
@@ -208,7 +217,7 @@ class VLPModel(nn.Module):
             patch_window=options.patch_window,
             metric=options.metric,
             hard=options.tau is None,
-            tau=options.tau or 1e4,  # which hard anchors do not read
+            tau=options.tau or 1e4,  # hard anchors do not read it
             aligned="alignment" in cross.position,
             unreachable=options.unreachable,
         )
@@ -222,7 +231,7 @@ class VLPModel(nn.Module):
         image_kv: ImageKeyValues | None = None,
         query_indices: Tensor | None = None,
     ) -> CrossFeatures:
-        """Compute cross-modal states of B pairs, with arguments of `CrossEncoder.forward`."""
+        """Compute cross-modal states of B pairs; arguments as of `CrossEncoder.forward`."""
         anchors = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
             text.states,
@@ -234,21 +243,28 @@ class VLPModel(nn.Module):
             image_kv,
             query_indices,
         )
+        image_tokens, text_tokens, words = image.tokens, text.tokens, text.word_mask
         mask, score = text.attention_mask, None
-        if self.config.cross.token_score:
-            score = self._token_scores(image, text, pairs)
         if pairs is not None:
             mask = mask[pairs.texts]
+        if self.config.cross.token_score:
+            if pairs is not None:
+                image_tokens = image_tokens[pairs.images]
+                text_tokens, words = text_tokens[pairs.texts], words[pairs.texts]
+            score = self.token_score(image_tokens, text_tokens, words)
         return CrossFeatures(text_states, image_states, anchors, mask, score)
 
     def cross_multi_image(
         self, images: Sequence[ImageFeatures], text: TextFeatures, image_type_embeddings: Tensor
     ) -> CrossFeatures:
-        """Compute cross-modal states of texts that each describe several images, in one pass.
+        """Compute cross-modal states of B texts that each describe several images, in one pass.
 
         Tokens of all images are concatenated as keys of the text's cross-attention; paths,
-        positions and image self-attention stay within each image. images: features of each row's
-        first, second, ... image; image_type_embeddings: (images, width), added to all its tokens.
+        positions and image self-attention stay within each image.
+
+        Args:
+            images: features of the B first images, of the B second images, ...
+            image_type_embeddings: (len(images), width), added to all tokens of an image.
         """
         typed = zip(images, image_type_embeddings)
         states = torch.cat([image.states + embedding for image, embedding in typed], dim=1)
@@ -274,23 +290,12 @@ class VLPModel(nn.Module):
         return logits[:, 1] - logits[:, 0]
 
     def match_logits(self, features: CrossFeatures) -> Tensor:
-        """Compute ITM logits (B, 2), not matched and matched, from pooled text-stream states."""
+        """Compute ITM logits (B, 2), not matched and matched."""
         pooled = pool_states(features.text, self.config.cross.pooling, features.attention_mask)
         logits = self.match_head(pooled)
         if features.token_score is None:
             return logits
         return logits.float() + functional.pad(features.token_score[:, None], (1, 0))
-
-    def _token_scores(
-        self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None
-    ) -> Tensor:
-        """Compute token scores of the pairs, (B,)."""
-        image_tokens, text_tokens, words = image.tokens, text.tokens, text.word_mask
-        if pairs is not None:
-            image_tokens = image_tokens[pairs.images]
-            text_tokens, words = text_tokens[pairs.texts], words[pairs.texts]
-        score: Tensor = self.token_score(image_tokens, text_tokens, words)
-        return score
 
     def _token_projection(self, side: str) -> nn.Linear:
         if self.config.token_projection:
@@ -298,14 +303,12 @@ class VLPModel(nn.Module):
         encoder = self.image_encoder if side == "image" else self.text_encoder
         return encoder.projection
 
-    def _projections(self) -> list[nn.Linear]:
-        features = [self.text_encoder.projection, self.image_encoder.projection]
-        tokens = [self.text_tokens, self.image_tokens] if self.config.token_projection else []
-        return features + tokens
-
 
 def broadcast_pairs(images: int, texts: int, device: torch.device) -> PairIndices | None:
-    """Return the pairs of one image with all texts, or the reverse; None pairs row by row."""
+    """Return the pairs of one image with all texts, or of one text with all images.
+
+    None, for equal counts, means row by row.
+    """
     if images == texts:
         return None
     if 1 not in (images, texts):
@@ -319,13 +322,11 @@ def broadcast_pairs(images: int, texts: int, device: torch.device) -> PairIndice
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Normalise the last axis to unit length, in float32 under autocast (float64 stays)."""
-    return functional.normalize(x if x.dtype == torch.float64 else x.float(), dim=-1)
+    return functional.normalize(at_least_float32(x), dim=-1)
 
 
 def _initialise(std: float, *modules: nn.Module) -> None:
-    """Initialise linear layers as BERT and ViT do, with normal weights and zero biases."""
-    # Position encodings keep their initialisation.
+    """Initialise linear layers, except in position encodings: normal weights, zero biases."""
     for module in modules:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=std)

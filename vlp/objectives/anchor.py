@@ -41,14 +41,21 @@ def paper_anchor_loss(
     valid: Tensor | None = None,
     candidate_valid: Tensor | None = None,
 ) -> Loss:
-    """Compute ACE-RPE's Eqs 1-2 with empty slots.
+    """Compute ACE-RPE's Eqs 1-2 with empty rows.
 
-    `image`, `text` (B, d), candidates (K, d) that include the positives, `positive` (B, K) bool,
-    `image_tokens` (B, M, d), `text_tokens` (B, N, d), all unit length; `text_mask` (B, N) bool,
-    True = a real word ([CLS], [SEP] and padding are False). Rows with `valid` (B,) False count
-    nowhere, candidates with `candidate_valid` (K,) False are neither positive nor negative.
+    Trained as printed it collapses, as nothing opposes the third term (papers.md#ace-a28).
 
-    Trained as printed (papers.md#ace-a28) it collapses: nothing opposes the third term.
+    Args:
+        image, text: (B, d) of unit length, as the candidates and tokens.
+        image_candidates, text_candidates: (K, d), including the positives.
+        positive: (B, K) bool.
+        image_tokens: (B, M, d).
+        text_tokens: (B, N, d).
+        text_mask: (B, N) bool, True = word piece; False: [CLS], [SEP] and padding. None: all True.
+        scale: lambda.
+        margin: delta.
+        valid: (B,) bool; other rows are empty and have no loss.
+        candidate_valid: (K,) bool; other candidates are neither positive nor negative.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens
@@ -60,14 +67,14 @@ def paper_anchor_loss(
     if candidate_valid is None:
         candidate_valid = positive.new_ones(positive.shape[1])
     with no_autocast(image):
-        # f on the pair level is the cosine of [CLS] projections (papers.md#ace-a3).
+        # f of a pair is the cosine of [CLS] projections (papers.md#ace-a3).
         image_to_text = image @ text_candidates.T
         text_to_image = text @ image_candidates.T
         token_similarity = text_tokens @ image_tokens.transpose(1, 2)
     rows = (
         _margin_term(image_to_text, positive, candidate_valid, scale, margin)
         + _margin_term(text_to_image, positive, candidate_valid, scale, margin)
-        # Over patches and words of the matching pair, it lowers the loss (papers.md#ace-a4).
+        # This term lowers the loss (papers.md#ace-a4).
         - _token_reward(token_similarity, text_mask, scale)
     )
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
@@ -77,13 +84,12 @@ def _margin_term(
     similarity: Tensor, positive: Tensor, candidate_valid: Tensor, scale: float, margin: float
 ) -> Tensor:
     """Compute H of Eq. 2 for every row, (B, K) -> (B,)."""
-    # Not -inf, with which a row of nothing else has NaN gradients.
+    # Not -inf, as a row without negatives would have NaN gradients.
     lowest = torch.finfo(similarity.dtype).min
-    # Eq. 2 sums over negatives (papers.md#ace-a1); a row without any has no cost.
+    # Eq. 2 sums over negatives (papers.md#ace-a1); a row without negatives has no cost.
     negatives = (scale * similarity).masked_fill(positive | ~candidate_valid, lowest)
     hardest = negatives.logsumexp(-1, keepdim=True) / scale
     cost = (hardest + margin - similarity).clamp(min=0)
-    # A row averages over its positives.
     positive = positive & candidate_valid
     return torch.where(positive, cost, 0).sum(-1) / positive.sum(-1).clamp(min=1)
 

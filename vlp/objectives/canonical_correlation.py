@@ -1,7 +1,7 @@
-"""Regularised canonical correlation: contrastive projections in closed form, without a gradient.
+"""Regularised canonical correlation: contrastive projections in closed form, without training.
 
-Projections of most correlation on pairs (Hotelling 1936), with shrinkage as in Vinod's canonical
-ridge (1976) and directions weighted by correlation (Gong et al. 2014, section 3.3).
+Projections of maximum correlation between pairs (Hotelling 1936), with shrinkage as in Vinod's
+canonical ridge (1976) and directions weighted by correlation (Gong et al. 2014, section 3.3).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PairMoments:
         self._products.addmm_(pairs.T, pairs)
 
     def __add__(self, other: PairMoments) -> PairMoments:
-        """Return the moments of the pairs of both."""
+        """Return the moments of all pairs."""
         total = PairMoments(self.x_channels, self.y_channels)
         total.count = self.count + other.count
         total._sum = self._sum + other._sum
@@ -50,15 +50,15 @@ class PairMoments:
         return total
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """Return the mean (C,) and the covariance (C, C) of both sides side by side."""
+        """Return mean (C,) and covariance (C, C) of the concatenated x and y, C channels."""
         if self.count < 2:
-            raise ValueError(f"{self.count} pairs have no covariance; at least 2 are needed")
+            raise ValueError(f"{self.count} pairs have no covariance; give at least 2")
         mean = self._sum / self.count
         return mean, self._products / self.count - torch.outer(mean, mean)
 
 
 class CanonicalCorrelation:
-    """The solution for `moments` of pairs, which gives projections of any shrinkage."""
+    """Canonical correlation of pairs, solved for any shrinkage after one decomposition."""
 
     def __init__(self, moments: PairMoments) -> None:
         split = moments.x_channels
@@ -71,11 +71,11 @@ class CanonicalCorrelation:
         self._cross_covariance = x.vectors.T @ covariance[:split, split:] @ y.vectors
 
     def projections(self, channels: int, shrinkage: float) -> tuple[Affine, Affine]:
-        """Solve for the projections of x and y, for cosines that rank pairs by linear correlation.
+        """Return projections of x and y into one space, where cosines of pairs are large.
 
         Args:
-            channels: D of the shared space; directions beyond the narrower side's are zero.
-            shrinkage: share of the mean variance that is added to every variance of its side.
+            channels: D of the space; channels beyond the narrower side's number are zero.
+            shrinkage: share of a side's mean variance that is added to each of its variances.
         """
         x, y = (side.whitening(shrinkage) for side in self._sides)
         left, correlations, right = torch.linalg.svd(
@@ -91,23 +91,23 @@ class CanonicalCorrelation:
 
 
 class _Side(NamedTuple):
-    """Mean (C,), and variances (C,) along the covariance's eigenvectors (C, C, in columns)."""
+    """Mean (C,) of a side, and its covariance as variances (C,) along eigenvectors, in columns."""
 
     mean: Tensor
     variances: Tensor
     vectors: Tensor
 
     def whitening(self, shrinkage: float) -> Tensor:
-        """Return factors (C,) along the eigenvectors, covariance shrunk to its mean variance."""
+        """Return the factors (C,) along the eigenvectors that whiten the shrunk covariance."""
         mean = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
         return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
 
 
 def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
-    """Return the mean reciprocal rank of pairs by cosine, 1 at best, over both directions.
+    """Return the mean reciprocal rank of pairs by cosine over both directions, at most 1.
 
-    Rows i of `x` and `y` (P, D) are a pair; `ids` (P,) int64 are of images, or (P, 2) of images and
-    captions, and pairs that share one are no wrong answers for each other.
+    x, y: (P, D); rows i of both are a pair. ids: (P,) int64 of images, or (P, 2) of images and
+    captions; pairs with an equal id are no wrong answers for each other.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
     diagonal = torch.eye(len(ids), dtype=torch.bool)

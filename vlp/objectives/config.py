@@ -11,30 +11,37 @@ from vlp.config import Config
 
 
 class TokenTermConfig(Config):
-    """Token term of the contrastive anchor loss."""
+    """Token term of the contrastive anchor loss, within groups of samples."""
 
-    weight: float = Field(0.5, ge=0, description="of captions that find their images")
-    words: float = Field(0.5, ge=0, description="weight of single words that find images")
-    phrases: float = Field(1.0, ge=0, description="of words that follow a neighbour that points")
-    group: int = Field(16, ge=2, description="samples of the global batch; one rank holds a group")
+    weight: float = Field(0.5, ge=0, description="weight of the loss of whole captions")
+    words: float = Field(0.5, ge=0, description="weight of the loss of single words")
+    phrases: float = Field(1.0, ge=0, description="weight of the phrase loss between near words")
+    group: int = Field(
+        16, ge=2, description="samples of the global batch in a group, which one rank holds"
+    )
 
 
 class ContrastiveConfig(Config):
-    """`itc`, `sigmoid`, or the anchor loss: `anchor`, or `paper` as Eqs 1-2 print it."""
+    """Contrastive objective: ITC, SigLIP's loss, or the anchor loss."""
 
     kind: Literal["itc", "sigmoid", "anchor", "paper"] = Field(
         "anchor",
         description="itc: symmetric InfoNCE over pairs; sigmoid: SigLIP's loss of single pairs, "
         "whose memory does not grow with ranks; anchor: the anchor loss as pair and token terms "
-        "with temperature; paper: as printed, Eqs 1-2",
+        "with learned temperatures; paper: the anchor loss as printed (Eqs 1-2), without them",
     )
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
-    scale: float = Field(2.0, gt=0, description="lambda of Eqs 1-2 (kind paper)")
+    scale: float = Field(
+        2.0,
+        gt=0,
+        description="kind paper: lambda of Eqs 1-2, and the inverse temperature by which negatives "
+        "of image-text matching are drawn; no effect on other kinds",
+    )
     token: TokenTermConfig = Field(TokenTermConfig(), description="token term (kind anchor)")
 
     @property
     def is_paper_form(self) -> bool:
-        """Return whether Eqs 1-2 are trained as printed: no temperature, no token term."""
+        """Return whether Eqs 1-2 are trained as printed, without temperature and token term."""
         return self.kind == "paper"
 
     @property
@@ -50,26 +57,26 @@ class ITMConfig(Config):
     listwise: int | None = Field(
         None,
         ge=1,
-        description="negatives of a matching pair, among which it is found, as re-ranking asks; "
-        "then only differences of log-odds among the candidates of a query mean anything; null: "
-        "each pair matches or not, with one wrong text and one wrong image a row, as in ALBEF",
+        description="number of negatives of a matching pair in a softmax over their log-odds, as "
+        "re-ranking needs; log-odds are then comparable only among the candidates of a query. "
+        "null: binary classification with one wrong text and one wrong image a row, as in ALBEF",
     )
     group: int = Field(
         64,
         ge=2,
-        description="samples of the global batch that hard negatives are drawn from; one rank "
-        "holds a group",
+        description="samples of the global batch in a group, which one rank holds; hard negatives "
+        "come from the same group",
     )
 
 
 class MLMConfig(Config):
-    """Masked language modelling; probability over real words."""
+    """Masked language modelling."""
 
     probability: float = Field(
         0.15,
         gt=0,
         lt=1,
-        description="probability that a word piece is chosen; special tokens never are",
+        description="probability that a word piece is predicted; special tokens never are",
     )
 
 
@@ -78,26 +85,26 @@ class MIMConfig(Config):
 
     output: Literal["image", "cross"] = Field(
         "image",
-        description="which encoder's output predicts pixels: the image encoder's, or the "
-        "cross-modal encoder's beside the clean text (layout `ace`; papers.md#ace-a30)",
+        description="states that predict pixels: the output of the image encoder, or of the "
+        "cross-modal encoder with the unmasked text (layout `ace`; papers.md#ace-a30)",
     )
 
 
 class MomentumConfig(Config):
-    """Momentum copy of the student; its predictions are soft targets."""
+    """Momentum teacher: a moving average of the student that predicts soft targets."""
 
     momentum: float = Field(
         0.995,
         gt=0,
         lt=1,
-        description="of the moving average of the student's weights, at each optimiser step",
+        description="momentum of the moving average of weights, at each optimiser step",
     )
 
 
 class TeacherConfig(MomentumConfig):
     """Momentum teacher with its queue; soft targets for the pair term and MLM."""
 
-    queue: int = Field(65536, ge=0, description="keys; 0 is no queue")
+    queue: int = Field(65536, ge=0, description="number of keys in the queue; 0: no queue")
     warmup_steps: int = Field(
         1000, ge=0, description="the share of soft targets rises linearly to 0.4 over these steps"
     )
@@ -107,56 +114,54 @@ _registered: dict[str, type[Config]] = {}
 
 
 def register_settings(name: str, settings: type[Config]) -> None:
-    """Add a key to `ObjectivesConfig` for a new objective's settings; ValueError if it exists."""
+    """Add a key `name` to `ObjectivesConfig` for the settings of a new objective.
+
+    Raises:
+        ValueError: the key exists.
+    """
     if name in _registered or name in ObjectivesConfig.model_fields:
         raise ValueError(f"objectives.{name} is a key already")
     _registered[name] = settings
 
 
 class ObjectivesConfig(Config):
-    """All objectives; `null` leaves one out, and with it its pass."""
+    """All objectives; `null` removes an objective and its forward pass."""
 
     model_config = ConfigDict(extra="allow")
 
     contrastive: ContrastiveConfig | None = Field(
-        ContrastiveConfig(), description="contrastive objective; null leaves it out"
+        ContrastiveConfig(), description="contrastive objective; null: none"
     )
-    itm: ITMConfig | None = Field(
-        ITMConfig(), description="image-text matching; null leaves it out"
-    )
-    mlm: MLMConfig | None = Field(
-        MLMConfig(), description="masked language modelling; null leaves it out"
-    )
-    mim: MIMConfig | None = Field(
-        MIMConfig(), description="masked image modelling; null leaves it out"
-    )
+    itm: ITMConfig | None = Field(ITMConfig(), description="image-text matching; null: none")
+    mlm: MLMConfig | None = Field(MLMConfig(), description="masked language modelling; null: none")
+    mim: MIMConfig | None = Field(MIMConfig(), description="masked image modelling; null: none")
     teacher: TeacherConfig | None = Field(
-        TeacherConfig(), description="momentum teacher; null leaves out soft targets and queue"
+        TeacherConfig(), description="momentum teacher; null: no soft targets and no queue"
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _registered_keys(cls, values: Any) -> Any:
-        """Validate the keys beyond the fields; unregistered ones are refused."""
+    def _validate_registered(cls, values: Any) -> Any:
+        """Validate the keys that are no fields, and refuse unregistered keys."""
         if not isinstance(values, Mapping):
             return values
-        optional: dict[str, Any] = {name: (kind | None, None) for name, kind in _registered.items()}
+        optional: dict[str, Any] = {
+            name: (settings | None, None) for name, settings in _registered.items()
+        }
         model = create_model("RegisteredObjectives", __base__=Config, **optional)
         fields = {name: value for name, value in values.items() if name in cls.model_fields}
         registered = {name: value for name, value in values.items() if name not in fields}
-        # Registered keys are absent unless the configuration has them.
-        return fields | {
-            name: getattr(model.model_validate(registered), name) for name in registered
-        }
+        validated = model.model_validate(registered)
+        return fields | {name: getattr(validated, name) for name in registered}
 
     @model_validator(mode="after")
-    def _trains_something(self) -> ObjectivesConfig:
+    def _require_consistent(self) -> ObjectivesConfig:
         registered = self.model_extra or {}
         if not (self.contrastive or self.itm or self.mlm or self.mim or any(registered.values())):
             raise ValueError("contrastive, itm, mlm and mim are all null: nothing is trained")
         if self.teacher and self.contrastive and self.contrastive.kind == "sigmoid":
             raise ValueError(
-                "contrastive.kind sigmoid compares with the batch, not with a teacher's queue; set "
+                "contrastive.kind sigmoid has no soft targets and no queue of a teacher; set "
                 "objectives.teacher=null or contrastive.kind=itc"
             )
         return self

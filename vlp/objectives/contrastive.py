@@ -24,9 +24,14 @@ def candidate_cross_entropy(
 ) -> Tensor:
     """Compute the cross-entropy of each row over its candidates, (..., R, K) -> (..., R).
 
-    The positives of a row share its target equally; `soft` (..., R, K), rows that sum to 1, takes
-    the share `alpha` of it. Candidates with `candidate_valid` (..., K) or (..., R, K) False are
-    neither right nor wrong. A row without a valid positive is 0.
+    A row without a valid positive has the loss 0.
+
+    Args:
+        logits: (..., R, K).
+        positive: (..., R, K) bool; the positives of a row share its target equally.
+        candidate_valid: (..., K) or (..., R, K) bool; other candidates are ignored.
+        soft: (..., R, K), a teacher's targets, rows that sum to 1.
+        alpha: weight of `soft` in the target.
     """
     candidate_valid = torch.broadcast_to(
         candidate_valid if candidate_valid.dim() == logits.dim() else candidate_valid[..., None, :],
@@ -38,16 +43,16 @@ def candidate_cross_entropy(
     if soft is not None and alpha > 0:
         mixed = (1 - alpha) * target + alpha * soft.to(logits.dtype)
         target = torch.where((number > 0) & candidate_valid, mixed, 0)
-    # The lowest finite number instead of -inf: a row of nothing else has NaN gradients under -inf.
+    # Not -inf, as a row without valid candidates would have NaN gradients.
     log_sum = logits.masked_fill(~candidate_valid, torch.finfo(logits.dtype).min).logsumexp(-1)
     return target.sum(-1) * log_sum - (target * logits).sum(-1)
 
 
 def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """Find pairs of the same image or with an equal caption, (..., B, C), (..., K, C) -> (B, K).
+    """Find candidates that share an id with a row: (..., B, C), (..., K, C) -> (..., B, K) bool.
 
-    `ids` are (B,) of images, or (..., B, C) of images and captions. Captions of one image, and
-    equal captions of other images, are right answers, never each other's negatives.
+    Ids are (B,) of images, or (..., B, 2) of images and captions, so that captions of one image and
+    equal captions of several images are positives.
     """
     if ids.ndim == 1:
         return ids[:, None] == candidate_ids
@@ -92,13 +97,23 @@ def itc_loss(
 ) -> Loss:
     """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6); counts rows.
 
-    `image`, `text` (B, d) and the candidates (K, d) are unit length; candidate k is the pair (image
-    key k, text key k), and the candidates include the rows' own pairs. `positive` (B, K) bool: the
-    positives of a row share its target. Rows with `valid` (B,) False, or without a valid positive,
-    count nowhere; candidates with `candidate_valid` (K,) False are no negatives. The teacher's
-    `soft_targets` take the share `alpha` of the target.
+    Args:
+        image, text: (B, d) of unit length.
+        image_candidates, text_candidates: (K, d) of unit length; row k of both is a pair, and the B
+            pairs are among them.
+        positive: (B, K) bool; the positives of a row share its target.
+        temperature: divides the cosines.
+        valid: (B,) bool; other rows, and rows without a valid positive, are not counted.
+        candidate_valid: (K,) bool; other candidates are ignored.
+        soft_targets: of a teacher, (B, K) each, from `soft_targets`.
+        alpha: weight of the soft targets.
     """
-    positive, valid, candidate_valid = _present(positive, valid, candidate_valid)
+    if valid is None:
+        valid = positive.new_ones(len(positive))
+    if candidate_valid is None:
+        candidate_valid = positive.new_ones(positive.shape[1])
+    positive = positive & candidate_valid
+    valid = valid & positive.any(-1)
     soft_i2t, soft_t2i = soft_targets if soft_targets is not None else (None, None)
     image_logits, text_logits = _logits(image, text, image_candidates, text_candidates, temperature)
     rows = candidate_cross_entropy(image_logits, positive, candidate_valid, soft_i2t, alpha)
@@ -116,27 +131,15 @@ def soft_targets(
     temperature: Tensor | float,
     candidate_valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the teacher's targets: (image-to-text, text-to-image), (B, K), no gradient.
+    """Compute a teacher's targets, image-to-text and text-to-image, (B, K) without gradient.
 
-    They are the softmax of its features' similarities over valid candidates (ALBEF, section 3.3).
+    They are the softmax of feature similarities over valid candidates (ALBEF, section 3.3).
     """
     logits = _logits(image, text, image_candidates, text_candidates, temperature)
     if candidate_valid is not None:
         lowest = torch.finfo(logits[0].dtype).min
         logits = tuple(side.masked_fill(~candidate_valid, lowest) for side in logits)
     return logits[0].softmax(-1), logits[1].softmax(-1)
-
-
-def _present(
-    positive: Tensor, valid: Tensor | None, candidate_valid: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, candidates = positive.shape
-    if valid is None:
-        valid = positive.new_ones(rows)
-    if candidate_valid is None:
-        candidate_valid = positive.new_ones(candidates)
-    positive = positive & candidate_valid
-    return positive, valid & positive.any(-1), candidate_valid
 
 
 def _logits(
@@ -154,30 +157,32 @@ def _logits(
 
 
 class LearnedBias(nn.Module):
-    """The learned bias of the logits, a scalar."""
+    """Learned bias of SigLIP's logits, which starts low, as nearly all pairs are negative."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        # It starts low, as nearly all pairs are negative.
         self.bias = nn.Parameter(torch.tensor(start))
 
     def forward(self) -> Tensor:
         """Return the bias, a scalar."""
-        # Sharded engines free parameters after the call, but not this new tensor.
+        # A new tensor, as sharded engines free the parameter after the call.
         return self.bias + 0
 
 
 def sigmoid_loss(
     image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor, temperature: Tensor, bias: Tensor
 ) -> Loss:
-    """Compute SigLIP's loss over the pairs of images and texts of all ranks (Algorithm 1).
+    """Compute SigLIP's loss over this rank's images and the texts of all ranks (Algorithm 1).
 
-    `image`, `text` (B, d) of unit length, `image_ids` as `positives` takes them, `valid` (B,) bool;
-    logits are cosines divided by `temperature`, plus `bias`. Texts of the same image are positives.
-    Rows with `valid` False count nowhere. Counts images, as the paper divides by them.
+    Counts images, as the paper divides by their number. Every rank must call it with the same
+    shapes. Gradients are right only if all ranks scale their loss by the same factor, as
+    `vlp.objectives.loss.normalise` does.
 
-    Every rank must call it with the same shapes, and gradients hold where all ranks' losses have
-    one factor, as after `vlp.objectives.loss.normalise`.
+    Args:
+        image, text: (B, d) of unit length.
+        image_ids: ids as of `positives`.
+        valid: (B,) bool; other rows are ignored.
+        temperature, bias: logits are cosines / temperature + bias.
     """
     image, text, scale, bias = full_precision(image, text, 1 / temperature, bias)
     total: Tensor = _Ring.apply(image, text, scale, bias, image_ids, valid)
@@ -185,8 +190,7 @@ def sigmoid_loss(
 
 
 class _Ring(torch.autograd.Function):
-    # Texts travel from rank to rank with their gradients, so that a rank holds the logits of two
-    # shares (B, B) at a time.
+    # Texts travel from rank to rank with their gradients, so that a rank only needs logits (B, B).
     @staticmethod
     def forward(
         ctx: Any,

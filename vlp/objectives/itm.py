@@ -15,10 +15,11 @@ from vlp.precision import full_precision
 
 
 class Negatives(NamedTuple):
-    """Row indices of K negatives a row, (B K,) int64 each, a row's side by side.
+    """Row indices of K negatives for each row, (B K,) int64; the K of a row are adjacent.
 
-    `text_for_image` are texts that the row's image is wrongly paired with, `image_for_text` images
-    for its text. Where `has_text` or `has_image` (B K,) is False the index is the row itself.
+    text_for_image: texts that do not match the row's image; image_for_text: images that do not
+    match its text; has_text, has_image: (B K,) bool, False where no negative exists and the index
+    is the row itself.
     """
 
     text_for_image: Tensor
@@ -39,18 +40,23 @@ def hard_negatives(
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of rows.
 
-    `similarity_i2t` (B, B) are logits (divided by the temperature already), images by texts;
-    `image_ids` (B, 2) of images and captions, or (B,) of images; `valid` (B,) bool; `uniform`
-    (B, 2) uniform in [0, 1): column 0 chooses the text's, column 1 the image's negative by inverse
-    CDF in float64. `count` K negatives of a row are a systematic sample, at (u + k) / K of the CDF,
-    so a likely one may come twice. A negative never shows the same image, has the same caption or
-    is an empty slot.
+    A negative never has the same image or an equal caption, and is never an empty row.
+
+    Args:
+        similarity_i2t: (B, B) logits, divided by the temperature, images by texts.
+        image_ids: (B, 2) of images and captions, or (B,) of images.
+        valid: (B,) bool, False = empty row.
+        uniform: (B, 2) in [0, 1), for the inverse CDF in float64: column 0 samples the negative
+            texts of images, column 1 the negative images of texts.
+        group: rows of a group.
+        count: K negatives of a row, a systematic sample at (u + k) / K of the CDF, so that a likely
+            negative may occur twice.
     """
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group)
     indices = torch.arange(rows, device=similarity_i2t.device)
     start = indices.unflatten(0, (number, size))[:, :1]
-    # Only the blocks on the diagonal are read: negatives come from the row's group.
+    # The diagonal blocks: negatives come from the row's group.
     blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
     # Without ids of captions, texts of equal similarities count as one caption.
@@ -64,11 +70,10 @@ def hard_negatives(
     indices = indices.repeat_interleave(count)
 
     def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        # `allowed` is symmetric, so that both directions have candidates in the same rows.
+        # `allowed` is symmetric, so both directions have candidates in the same rows.
         has = allowed.any(-1).flatten().repeat_interleave(count)
         points = (draw.unflatten(0, (number, size))[..., None] + steps) / count
         index = _inverse_cdf(logits, allowed, points) + start[..., None]
-        # A row without candidates gets its own index.
         return torch.where(has, index.flatten(), indices), has
 
     text, has_text = choose(blocks, uniform[:, 0].double())
@@ -77,12 +82,12 @@ def hard_negatives(
 
 
 def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
-    """Find the first candidates with a cumulative probability above draws (g, R, K)."""
+    """Return the index of the first candidate with a CDF above `draw` (groups, R, K)."""
     lowest = torch.finfo(logits.dtype).min
     weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
     cumulative = weight.cumsum(-1)
     total = cumulative[..., -1:]
-    # Rounding must not carry a draw close to 1 past the last candidate that has any weight.
+    # By rounding, a draw close to 1 could pass the last candidate of non-zero probability.
     point = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulative.contiguous(), point.contiguous(), right=True)
     return index.clamp(max=logits.shape[-1] - 1)
@@ -90,9 +95,9 @@ def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
 
 @region
 def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
-    """Compute the cross-entropy of (R, 2) logits and `labels` (R,), 1 = matched, 0 = not.
+    """Compute the cross-entropy of logits (R, 2) and `labels` (R,), 1 = matched, 0 = not.
 
-    Rows with `weight` (R,) bool False (no negative was found, or an empty slot) count nowhere.
+    weight: (R,) bool; other rows (an empty row, or no negative exists) are not counted.
     """
     (logits,) = full_precision(logits)
     rows = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
@@ -101,15 +106,15 @@ def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
 
 @region
 def listwise_itm_loss(matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
-    """Compute the cross-entropy of each matching pair among its K negatives.
+    """Compute the cross-entropy of each matching pair against its K negatives.
 
-    `matched` (R,) and `wrong` (R, K) are log-odds of matching pairs and of their negatives; lists
-    with `weight` (R,) bool False count nowhere.
+    matched: (R,) and wrong: (R, K), log-odds of matching pairs and of their negatives; weight: (R,)
+    bool, False = not counted.
     """
     matched, wrong = full_precision(matched, wrong)
-    # Negatives drawn by exp(similarity / temperature) are the correction of a sampled softmax: at
-    # its optimum log-odds and similarity / temperature add up to the log-probability of the match
-    # (Bengio and Senecal 2008), the sum by which re-ranking ranks.
+    # Negatives are sampled by exp(similarity / temperature), so that at the optimum of this sampled
+    # softmax log-odds + similarity / temperature is the log-probability of the match (Bengio and
+    # Senecal 2008); re-ranking sorts by this sum.
     lists = torch.cat([matched[:, None], wrong], dim=1)
     rows = lists.logsumexp(1) - matched
     return Loss(torch.where(weight, rows, 0).sum(), weight.sum())

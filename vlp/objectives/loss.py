@@ -15,17 +15,17 @@ from vlp.objectives.config import ObjectivesConfig
 
 
 class Loss(NamedTuple):
-    """Sum over this rank's items and their number; both scalars, `count` an integer."""
+    """Sum of a loss over this rank's items, and their number; both scalars."""
 
     total: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
 
 
 def normalise(losses: Mapping[str, Loss]) -> dict[str, Tensor]:
     """Scale local sums so that the average over ranks is the global mean.
 
-    Each result is total * world_size / max(global count, 1), 0 without items. Every rank must call
-    it with the same names; it costs one all-reduce of the stacked counts.
+    Each result is total * world_size / max(global count, 1). Every rank must call it with the same
+    names, as it all-reduces the counts.
     """
     if not losses:
         return {}
@@ -41,7 +41,7 @@ def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tenso
 
 
 def sample_groups(rows: int, group: int) -> tuple[int, int]:
-    """Return the number of groups of `rows` consecutive samples and their size, at most `group`."""
+    """Return the number and size, at most `group`, of the groups of consecutive rows."""
     if group < 1:
         raise ValueError(f"a sample group needs at least 1 row, not {group}")
     if rows <= group:
@@ -61,8 +61,10 @@ def require_whole_groups(
     prefix: str = "objectives",
     chunk: int | None = None,
 ) -> None:
-    """Require whole sample groups in each rank's share and each chunk of `training.grad_cache`."""
-    # Else losses would depend on the number of ranks.
+    """Require whole sample groups in each rank's share and each chunk of `training.grad_cache`.
+
+    Otherwise losses would depend on the number of ranks. prefix: of the keys in messages.
+    """
     groups = {}
     if objectives.itm:
         groups[f"{prefix}.itm.group"] = objectives.itm.group
@@ -70,7 +72,7 @@ def require_whole_groups(
         groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
     share = batch // ranks
     for key, group in groups.items():
-        # A batch below one group needs a single rank.
+        # A batch smaller than a group is one group, which needs a single rank.
         if share % min(group, batch):
             raise ConfigError(
                 f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "
@@ -78,6 +80,6 @@ def require_whole_groups(
             )
         if chunk is not None and chunk < share and chunk % group:
             raise ConfigError(
-                f"training.grad_cache {chunk} is not a multiple of {key} {group}, whose negatives "
-                "it would cut off"
+                f"training.grad_cache {chunk} is not a multiple of {key} {group}, and would split "
+                "its groups"
             )

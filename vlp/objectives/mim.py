@@ -12,7 +12,7 @@ from vlp.precision import full_precision
 
 
 class MaskToken(nn.Module):
-    """The learned embedding that stands in for a masked patch."""
+    """Learned embedding that replaces masked patches; as a module, sharded engines gather it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -20,30 +20,29 @@ class MaskToken(nn.Module):
         nn.init.trunc_normal_(self.token, std=0.02)
 
     def forward(self, patches: Tensor, mask: Tensor) -> Tensor:
-        """Replace masked patch embeddings, (B, M, W), (B, H, W') bool -> (B, M, W)."""
+        """Replace patches (B, M, width) where `mask` (B, rows, columns) bool is True."""
         return torch.where(mask.flatten(1)[..., None], self.token.to(patches.dtype), patches)
 
 
 class MIMHead(nn.Module):
-    """One linear layer from a patch's state to its pixels, and `mask_token(patches, mask)`."""
+    """SimMIM's parameters: a linear layer from states to pixels, and the mask token."""
 
     def __init__(self, width: int, patch_size: int, channels: int = 3) -> None:
         super().__init__()
-        # A module, so that sharded training gathers the parameter where it is used.
         self.mask_token = MaskToken(width)
         self.pixels = nn.Linear(width, channels * patch_size**2)
         nn.init.trunc_normal_(self.pixels.weight, std=0.02)
         nn.init.zeros_(self.pixels.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Predict pixels of each patch, (..., W) -> (..., 3 * patch_size**2), as `patchify`."""
+        """Predict pixels from states (..., width) -> (..., 3 * patch_size**2), as `patchify`."""
         return self.pixels(states)
 
 
 def patchify(pixels: Tensor, patch_size: int) -> Tensor:
-    """Cut (B, C, height, width) into patches in raster order, (B, M, C * patch_size**2).
+    """Cut images (B, C, height, width) into patches in raster order, (B, M, C * patch_size**2).
 
-    Inside a patch: channel, row, column, as the weights of a patch convolution.
+    The order inside a patch is channel, row, column, as in the weights of a patch embedding.
     """
     height, width = pixels.shape[-2:]
     if height % patch_size or width % patch_size:
@@ -54,10 +53,13 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
 
 @region
 def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
-    """Compute the mean absolute error per pixel value of masked patches (SimMIM, Eq. 1).
+    """Compute the mean absolute error of masked patches (SimMIM, Eq. 1); counts patches.
 
-    `prediction` (B, M, 3p²), `pixels` (B, 3, height, width) normalised, `mask` (B, H, W) bool,
-    True = masked, `valid` (B,) bool. Counts masked patches, each with the mean over its values.
+    Args:
+        prediction: (B, M, 3 * patch_size**2).
+        pixels: (B, 3, height, width), normalised.
+        mask: (B, rows, columns) bool, True = masked.
+        valid: (B,) bool; other rows are not counted.
     """
     rows, columns = mask.shape[-2:]
     patch_size = pixels.shape[-2] // rows
@@ -71,6 +73,6 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
     if valid is not None:
         patch_mask = patch_mask & valid[:, None]
     prediction, target = full_precision(prediction, target)
-    # All patches, then the mask: selecting masked patches first has a slower backward pass.
+    # Mask after the loss: selecting masked patches before it has a slower backward pass.
     patches = F.l1_loss(prediction, target, reduction="none").mean(-1)
     return Loss(torch.where(patch_mask, patches, 0).sum(), patch_mask.sum())

@@ -1,4 +1,4 @@
-"""Masked language modelling, computed at the masked words alone."""
+"""Masked language modelling, computed at masked tokens only."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ IGNORED = -100
 def masked_positions(
     states: Tensor, labels: Tensor, valid: Tensor | None = None, slots: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Select states and labels of masked tokens, (B, N, W), (B, N) -> (R, W), (R,).
+    """Select states (R, width) and labels (R,) of masked tokens.
 
-    `labels` is -100 elsewhere; rows with `valid` (B,) False are left out. R is their number or
-    `slots`: surplus slots are labelled -100, surplus tokens are left out.
+    Args:
+        states: (B, N, width).
+        labels: (B, N) int64, -100 at tokens that are not masked.
+        valid: (B,) bool; other rows are left out.
+        slots: R as a constant, which needs no synchronisation: surplus slots are labelled -100, and
+            surplus tokens left out. None: R is the number of masked tokens.
     """
-    # The decoder over the vocabulary then runs on 15 % of the words.
     mask = labels != IGNORED
     if valid is not None:
         mask = mask & valid[:, None]
-    # A number of slots avoids a wait for the device.
     if slots is None:
         return states[mask], labels[mask]
     return _first_positions(states, labels, mask, slots)
 
 
 def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the masked tokens of each text, (B, N) -> tokens (B, Q) int64 and their labels (B, Q).
+    """Return the indices of the masked tokens of each text, (B, Q) int64, and their labels (B, Q).
 
-    Q is the most that a text has, at least 1; rows of fewer end with other tokens, labelled -100.
+    Q is the maximum over texts, at least 1; texts with fewer masked tokens get other tokens, with
+    label -100, at the end. labels: (B, N), as of `masked_positions`.
     """
     mask = labels != IGNORED
     longest = max(1, int(mask.sum(1).amax()))
-    # Stable: masked tokens first, in the order of the text.
+    # A stable sort puts masked tokens first, in the order of the text.
     columns = mask.logical_not().sort(stable=True, dim=1).indices[:, :longest]
     return columns, labels.gather(1, columns)
 
@@ -55,15 +58,15 @@ def _first_positions(
 
 
 def prediction_slots(positions: int, probability: float) -> int:
-    """Return a number of slots that the masked of `positions` tokens practically never exceed."""
-    # Eight standard deviations, and eight slots, above the mean.
+    """Return a number of masked tokens that is almost never exceeded among `positions` tokens."""
+    # Eight standard deviations plus eight above the mean, rounded up to a multiple of eight.
     mean = positions * probability
     bound = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
     return min(positions, math.ceil(bound / 8) * 8)
 
 
 class MLMHead(nn.Module):
-    """BERT's prediction head: dense, GELU, LayerNorm, then the tied decoder with a bias."""
+    """BERT's prediction head: dense, GELU, LayerNorm, then the tied word embedding with a bias."""
 
     def __init__(
         self, width: int, vocab_size: int, epsilon: float = 1e-12, table_width: int | None = None
@@ -76,8 +79,10 @@ class MLMHead(nn.Module):
         nn.init.zeros_(self.dense.bias)
 
     def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
-        """Compute logits, (..., W), (vocabulary, table_width) -> (..., vocabulary)."""
-        # The word embedding is an argument, so that the head owns no second copy of it.
+        """Map states (..., width) to logits (..., vocabulary).
+
+        word_embedding: (vocabulary, table_width), an argument so that its module alone owns it.
+        """
         states = self.norm(F.gelu(self.dense(states)))
         return F.linear(states, word_embedding, self.bias)
 
@@ -86,10 +91,10 @@ class MLMHead(nn.Module):
 def mlm_loss(
     logits: Tensor, labels: Tensor, soft: Tensor | None = None, alpha: float = 0.0
 ) -> Loss:
-    """Compute the cross-entropy at masked tokens, (R, vocabulary) logits, (R,) labels.
+    """Compute the cross-entropy at masked tokens (ALBEF, Eq. 7); counts tokens.
 
-    `soft` (R, vocabulary), rows that sum to 1, is the teacher's prediction and takes the share
-    `alpha` of the target (ALBEF, Eq. 7). Labels of -100 count nowhere. Counts words.
+    logits: (R, vocabulary); labels: (R,), -100 = not counted; soft: (R, vocabulary), a teacher's
+    prediction with rows that sum to 1; alpha: weight of `soft` in the target.
     """
     (logits,) = full_precision(logits)
     valid = labels != IGNORED

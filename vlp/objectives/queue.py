@@ -1,4 +1,4 @@
-"""The queue of past keys that the contrastive loss compares with."""
+"""The queue of a teacher's past keys for the contrastive loss."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from vlp.compilation import off_cpu, region
 
 
 class Keys(NamedTuple):
-    """Contrastive keys (K, dim), `Batch.pair_ids` (K, 2) of images and captions, valid (K,)."""
+    """Contrastive keys of images and texts, (K, dim), their `Batch.pair_ids` (K, 2), valid (K,)."""
 
     image: Tensor
     text: Tensor
     image_ids: Tensor
     valid: Tensor
+
+
+# Attributes of a queue that a checkpoint holds.
+_STATE = ("image", "text", "image_ids", "pointer", "filled")
 
 
 @region
@@ -28,14 +32,14 @@ def _write(
     pointer: Tensor,
     filled: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Write image and text keys and their ids over the oldest; return pointer and number."""
+    """Overwrite the oldest keys and ids; return the new pointer and number of keys."""
     size = len(queue[0])
     accepted = new[0].isfinite().all(-1) & new[1].isfinite().all(-1)
     if valid is not None:
         accepted &= valid
     number = accepted.sum()
-    # Accepted rows come first, in order. Their number is fixed, so that no step waits for the
-    # device, and rows beyond the accepted ones are not written.
+    # Sort accepted rows to the front and write a fixed number of rows, of which the rows that are
+    # not accepted keep the old keys: without a synchronisation.
     order = torch.arange(min(len(accepted), size), device=accepted.device)
     order = order + (number - size).clamp(min=0)
     row = accepted.logical_not().sort(stable=True).indices[order.clamp(max=len(accepted) - 1)]
@@ -47,7 +51,7 @@ def _write(
 
 
 class KeyQueue:
-    """First-in first-out ring of (image key, text key, ids of both), MoCo's dynamic dictionary.
+    """First-in first-out ring of image keys, text keys and ids, MoCo's dynamic dictionary.
 
     Every rank pushes the same gathered keys and holds the same queue. Size 0 is no queue.
     """
@@ -55,26 +59,24 @@ class KeyQueue:
     # No `nn.Module`, so that a task does not register it as a part of the student.
     def __init__(self, size: int, dim: int, device: torch.device | str = "cpu") -> None:
         if size < 0:
-            raise ValueError(f"a queue cannot hold {size} keys")
+            raise ValueError(f"a queue has at least 0 keys, not {size}")
         self.size = size
         self.image = torch.zeros(size, dim, device=device)
         self.text = torch.zeros(size, dim, device=device)
         self.image_ids = torch.full((size, 2), -1, dtype=torch.int64, device=device)
-        # The next position and the number of keys are 0-d tensors: no push waits for the device.
+        # 0-d tensors, so that no push needs a synchronisation.
         self.pointer = torch.zeros((), dtype=torch.int64, device=device)
         self.filled = torch.zeros((), dtype=torch.int64, device=device)
 
     def to(self, device: torch.device | str) -> KeyQueue:
         """Move the keys to `device`."""
-        self.image = self.image.to(device)
-        self.text = self.text.to(device)
-        self.image_ids = self.image_ids.to(device)
-        self.pointer, self.filled = self.pointer.to(device), self.filled.to(device)
+        for name, tensor in self.state_dict().items():
+            setattr(self, name, tensor.to(device))
         return self
 
     def keys(self) -> Keys:
         """Return the keys in the queue, as views that the next `push` overwrites."""
-        # Counting keys would wait for a GPU, which gets the empty positions, too, as not valid.
+        # On a GPU, counting keys would be a synchronisation: it gets all, empty ones not valid.
         end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
         return Keys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
@@ -83,11 +85,12 @@ class KeyQueue:
     def push(
         self, image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor | None = None
     ) -> None:
-        """Append keys of all ranks, (R, dim), (R, dim), (R, 2); the oldest make room.
+        """Replace the oldest keys by keys of all ranks; of more than `size` rows the last stay.
 
-        `image_ids` (R, 2) are of images and captions, or (R,) of images alone. Rows with `valid`
-        (R,) False and keys that are not finite are left out. Of more rows than the queue holds, the
-        last stay.
+        Args:
+            image, text: (R, dim); rows that are not finite are left out.
+            image_ids: (R, 2) of images and captions, or (R,) of images.
+            valid: (R,) bool; other rows are left out.
         """
         # A queue of the student's own past features destroys the contrastive loss: R@1 below 1 %.
         if image.requires_grad or text.requires_grad:
@@ -98,29 +101,20 @@ class KeyQueue:
         self.pointer, self.filled = _write(queue, new, valid, self.pointer, self.filled)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return keys, ids and the ring's position as tensors, for the checkpoint."""
-        return {
-            "image": self.image,
-            "text": self.text,
-            "image_ids": self.image_ids,
-            "pointer": self.pointer,
-            "filled": self.filled,
-        }
+        """Return keys, ids, pointer and number of keys, for the checkpoint."""
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore a `state_dict` of a queue of the same size."""
         if state["image"].shape != self.image.shape:
             raise ValueError(
                 f"the checkpoint's queue is {tuple(state['image'].shape)}, "
                 f"this one {tuple(self.image.shape)}"
             )
-        self.image.copy_(state["image"])
-        self.text.copy_(state["text"])
-        self.image_ids.copy_(_pair_ids(state["image_ids"]))
-        self.pointer.copy_(state["pointer"])
-        self.filled.copy_(state["filled"])
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
 
 
 def _pair_ids(ids: Tensor) -> Tensor:
-    """Return ids (R, 2) of images and captions; of images alone (R,) no two captions are equal."""
+    """Return ids (R, 2) of images and captions; ids (R,) of images stand for their captions."""
     return ids if ids.ndim == 2 else ids[:, None].expand(-1, 2)

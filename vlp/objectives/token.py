@@ -1,4 +1,4 @@
-"""Token and phrase terms of the contrastive objective: words find their patches."""
+"""Token term of the contrastive objective: losses of captions, single words and phrases."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from vlp.precision import full_precision, no_autocast
 
 
 def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
-    """Compute max_m (s_bm - mean_b relu(s_bm)) - mean_m relu(s_bm) of words.
+    """Compute max_m (s_bm - mean_b relu(s_bm)) - mean_m relu(s_bm) of each word and image b.
 
-    s_bm are the dot products of the word and patch m of image b; the mean over b runs over valid
-    images. `words` (..., R, D), `image_tokens` (..., B, M, D), of one type, `valid` (..., B) bool
-    -> (..., R, B).
+    s_bm is the dot product of word and patch m of image b; the mean over b skips invalid images.
+    words: (..., R, D); image_tokens: (..., B, M, D); valid: (..., B) bool. Returns (..., R, B).
     """
-    # A hard maximum, because sums of exponentials do not select. Minus the word's mean response to
-    # the image, so that words which answer to everything gain nothing, and minus its mean response
-    # to the same patch of all valid images, else words gather in one corner's patch.
+    # A hard maximum selects a patch, which a sum of exponentials does not. The mean over patches
+    # removes words that respond to everything. The mean over images keeps words from gathering in
+    # the patch of one corner.
     share = valid.to(words.dtype)
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
     return _WordResponse.apply(words, image_tokens, share)
@@ -45,8 +44,7 @@ class _WordResponse(torch.autograd.Function):
             contrast = similarity - mean_over_images[..., None, :]
         best, patch = contrast.max(-1)
         response = best - similarity.relu_().mean(-1)
-        # In place, the similarities become the indicator s > 0: with the best patch, it is enough
-        # for the gradient.
+        # The gradient only needs the best patch and where s > 0, which overwrites s.
         ctx.save_for_backward(words, image_tokens, share, similarity.gt_(0), patch)
         return response
 
@@ -72,7 +70,7 @@ class _WordResponse(torch.autograd.Function):
 
 
 class TokenLosses(NamedTuple):
-    """captions: loss of whole texts, counts rows; words: loss of single words, counts words."""
+    """Losses of whole captions, which counts rows, and of single words, which counts words."""
 
     captions: Loss
     words: Loss
@@ -89,22 +87,24 @@ def token_losses(
     scale: Tensor | float,
     group: int = 16,
 ) -> TokenLosses:
-    """Compute both losses over tau times the responses of words within sample groups.
+    """Compute both losses within sample groups, with logits tau * `word_response`.
 
-    Captions: cross-entropy both ways over the mean `word_response` of a text's words. Captions of
-    one image, and equal ones, share the target. Words: an image is right for a word if a text of it
-    in the group has the same word piece, and each right image is set against all wrong ones: -log
-    (e^l+ / (e^l+ + sum e^l-)), the mean over right images, after visual word detectors by multiple
-    instance learning (Fang et al. 2015, section 3). A word that all images share has no loss and is
-    not counted.
+    Captions: symmetric cross-entropy of the mean logit of a text's words. Captions of one image,
+    and equal captions, share the target.
+
+    Words: an image is positive for a word if one of its texts in the group has the same word piece.
+    The loss is the mean over positive images of -log(e^l+ / (e^l+ + sum e^l-)), the sum over
+    negative images (visual word detectors, Fang et al. 2015, section 3). A word without negative
+    images is not counted.
 
     Args:
         image_tokens: (B, M, D), unit length.
         text_tokens: (B, N, D), unit length.
-        word_mask: (B, N) bool, True = a real word.
-        word_ids: (B, N) int64, the vocabulary's.
-        image_ids: (B,), or (B, 2) of images and captions.
-        valid: (B,) bool; rows that are not, or with a text without words, drop out on both sides.
+        word_mask: (B, N) bool, True = word piece.
+        word_ids: (B, N) int64, ids of word pieces.
+        image_ids: (B,) of images, or (B, 2) of images and captions.
+        valid: (B,) bool; other rows, and rows of texts without words, are neither rows nor
+            candidates.
         scale: tau.
         group: samples of a group.
     """
@@ -119,23 +119,24 @@ def token_losses(
     images, texts = full_precision(image_tokens, text_tokens)
     response = word_response(texts.flatten(-3, -2), images, valid)
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
+    word_count = word_mask.sum(-1).clamp(min=1)
+    mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
+    has_word = _images_with_word(word_ids, word_mask, same, valid)
     return TokenLosses(
-        _caption_loss(scale * _over_words(response, word_mask), same, valid),
-        _word_loss(
-            scale * response, _images_with_word(word_ids, word_mask, same, valid), word_mask, valid
-        ),
+        _caption_loss(scale * mean_response.mT, same, valid),
+        _word_loss(scale * response, has_word, word_mask, valid),
     )
 
 
 def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
-    """Compute from `logits` (groups, images, texts), `same` (groups, S, S), `valid` (groups, S)."""
+    """Compute the captions' loss: logits (groups, images, texts), `same` (groups, S, S) bool."""
     rows = candidate_cross_entropy(logits, same, valid)
     rows = rows + candidate_cross_entropy(logits.mT, same, valid)
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
 def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
-    """Compute from `logits`, `has_word` (groups, texts, N, images), masks (groups, S, ...)."""
+    """Compute the words' loss: logits and `has_word` (groups, texts, N, images)."""
     wrong = ~has_word & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
     negatives = logits.masked_fill(~wrong, lowest).logsumexp(-1, keepdim=True)
@@ -146,22 +147,16 @@ def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tenso
 
 
 def _images_with_word(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
-    """Find valid images that have a text with the word, (groups, texts, N, images) bool."""
+    """Return whether an image has a text with the word, (groups, texts, N, images) bool."""
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
     of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
     return (in_text.flatten(1, 2).float() @ of_image > 0).unflatten(1, word_ids.shape[1:])
 
 
-def _over_words(response: Tensor, word_mask: Tensor) -> Tensor:
-    """Average over real words, (..., texts, N, images) -> (..., images, texts)."""
-    number = word_mask.sum(-1).clamp(min=1)
-    return ((response * word_mask[..., None]).sum(-2) / number[..., None]).mT
-
-
-# Words this far apart can belong to one phrase.
+# Maximum distance between words of one phrase, in tokens.
 REACH = 2
-# Margin by which a neighbour must point better, in units of cosine.
+# Difference in selectivity, in units of cosine, from which a word follows its neighbour.
 MARGIN = 0.2
 # Inverse temperature of the softmax over patches.
 SCALE = 10.0
@@ -173,23 +168,24 @@ def phrase_loss(
 ) -> Loss:
     """Compute the cross-entropy between a word's attention to patches and its best neighbour's.
 
-    A word points by sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the word at most `REACH`
-    away that points best, and the loss of the word is
+    The selectivity of a word is sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the most
+    selective word at a distance of 1 to `REACH`, and the loss of the word is
 
         relu(sel_leader - sel_n - MARGIN) * H(softmax_m(SCALE s_m,leader), softmax_m(SCALE s_mn)),
 
-    where gradients reach only s_mn. "circle" in "a red circle" so learns to lie where "red" lies,
-    which a text encoder can only do by reading word order. No paper's term
-    (docs/results/anchors.md). The result is a sum, its count the words.
+    with gradients through the last s_mn only. So "circle" in "a red circle" learns to select the
+    patches of "red", which takes a text encoder that reads word order. The term is not from a paper
+    (docs/results/anchors.md). Counts words.
 
-    `image_tokens` (B, M, D) and `text_tokens` (B, N, D) have unit length; `word_mask` (B, N) bool,
-    True = a real word; rows with `valid` (B,) False count nowhere.
+    image_tokens: (B, M, D) and text_tokens: (B, N, D), unit length; word_mask: (B, N) bool, True =
+    word piece; valid: (B,) bool, False = not counted.
     """
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
     words = word_mask & valid[:, None]
     with no_autocast(text_tokens):
         similarity = text_tokens @ image_tokens.mT  # (B, N, M)
     with torch.no_grad():
+        # -2: below the selectivity of any word.
         selectivity = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
         positions = torch.arange(words.shape[1], device=words.device)
         distance = (positions[:, None] - positions).abs()
@@ -197,7 +193,6 @@ def phrase_loss(
         best, leader = selectivity[:, None, :].masked_fill(~in_reach, -2.0).max(-1)  # (B, N)
         target = (SCALE * similarity).softmax(-1)
         target = target.gather(1, leader[..., None].expand_as(target))
-        # The margin keeps words that point well from following others.
         weight = torch.where(words, (best - selectivity - MARGIN).clamp(min=0), 0)
     losses = -(target * (SCALE * similarity).log_softmax(-1)).sum(-1)
     return Loss((weight * losses).sum(), words.sum())

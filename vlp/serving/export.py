@@ -1,6 +1,6 @@
 """The image tower, the text tower and the ITM head as torch.export programs or ONNX files.
 
-Every input and output has the batch as its first axis, of any size; texts have the folder's
+The first axis of every input and output is a batch of any size; texts have the folder's
 `max_tokens`, images its size.
 
 | file | inputs | outputs |
@@ -35,14 +35,14 @@ Form = Literal["onnx", "torch"]
 
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2"}
 _NEEDED = ("onnx", "onnxscript")
-# Bytes of weights in one ONNX file, which may not exceed 2 GiB; more go into FILE.data.
+# Weights of more bytes go into FILE.data, as an ONNX file may not exceed 2 GiB.
 _ONE_FILE = 3 * 2**29
-# Rows of the batch that a program is traced with; 1 would be taken for a constant.
+# Batch size of the traced example; `torch.export` would specialise on 1.
 _EXAMPLE_ROWS = 3
 
 
 class ExportPart(NamedTuple):
-    """One program: its file's name, the module, example inputs by name, and names of outputs."""
+    """Part of a model to export: name of its file, module, example inputs, and output names."""
 
     name: str
     module: nn.Module
@@ -50,12 +50,14 @@ class ExportPart(NamedTuple):
     outputs: tuple[str, ...]
 
 
-class ExportImage(nn.Module):
-    """Image tower of a model."""
-
+class _Exported(nn.Module):
     def __init__(self, model: VLPModel) -> None:
         super().__init__()
         self.model = model
+
+
+class ExportImage(_Exported):
+    """Image tower of a model."""
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode (B, 3, height, width) to (B, d), (B, 1 + M, width) and (B, M, d)."""
@@ -63,12 +65,8 @@ class ExportImage(nn.Module):
         return image.feature, image.states, image.tokens
 
 
-class ExportText(nn.Module):
+class ExportText(_Exported):
     """Text tower of a model."""
-
-    def __init__(self, model: VLPModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode ids and mask (B, N) int64 to (B, d), (B, N, width) and (B, N, d)."""
@@ -77,12 +75,8 @@ class ExportText(nn.Module):
         return text.feature, text.states, text.tokens
 
 
-class ExportMatch(nn.Module):
+class ExportMatch(_Exported):
     """Cross-modal encoder and ITM head of a model."""
-
-    def __init__(self, model: VLPModel) -> None:
-        super().__init__()
-        self.model = model
 
     def forward(
         self,
@@ -93,7 +87,7 @@ class ExportMatch(nn.Module):
         attention_mask: Tensor,
         word_mask: Tensor,
     ) -> Tensor:
-        """Return log-odds (B,) of B pairs; inputs (B, ...) are outputs of towers and processor."""
+        """Compute log-odds (B,) of B pairs, from outputs of both towers and of the processor."""
         image = ImageFeatures(image_states, image_states[:, 0], image_tokens)
         text = TextFeatures(
             text_states, text_states[:, 0], text_tokens, attention_mask.bool(), word_mask
@@ -104,47 +98,36 @@ class ExportMatch(nn.Module):
 
 @torch.no_grad()
 def export_parts(loaded: Loaded) -> list[ExportPart]:
-    """Return the parts of a model (CPU, float32) to export, with examples of their inputs."""
+    """Return the image, text and match part of a model on the CPU, with example inputs."""
     model, size = loaded.model.eval(), loaded.model.config.image.image_size
-    # Groups depend on the data; the outputs do not on them.
+    # Groups of similar length depend on the data, and change no output.
     model.text_encoder.length_groups = 1
     pixels = torch.rand(_EXAMPLE_ROWS, 3, size, size) * 2 - 1
     ids, attention, word_mask = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
     image, text = ExportImage(model), ExportText(model)
     _, image_states, image_tokens = image(pixels)
     _, text_states, text_tokens = text(ids, attention)
+    image_outputs = "image_embeds", "image_states", "image_tokens"
+    text_outputs = "text_embeds", "text_states", "text_tokens"
+    match_inputs = {
+        "image_states": image_states,
+        "image_tokens": image_tokens,
+        "text_states": text_states,
+        "text_tokens": text_tokens,
+        "attention_mask": attention.long(),
+        "word_mask": word_mask,
+    }
+    text_inputs = {"input_ids": ids, "attention_mask": attention.long()}
     return [
-        ExportPart(
-            "image",
-            image,
-            {"pixel_values": pixels},
-            ("image_embeds", "image_states", "image_tokens"),
-        ),
-        ExportPart(
-            "text",
-            text,
-            {"input_ids": ids, "attention_mask": attention.long()},
-            ("text_embeds", "text_states", "text_tokens"),
-        ),
-        ExportPart(
-            "match",
-            ExportMatch(model),
-            {
-                "image_states": image_states,
-                "image_tokens": image_tokens,
-                "text_states": text_states,
-                "text_tokens": text_tokens,
-                "attention_mask": attention.long(),
-                "word_mask": word_mask,
-            },
-            ("log_odds",),
-        ),
+        ExportPart("image", image, {"pixel_values": pixels}, image_outputs),
+        ExportPart("text", text, text_inputs, text_outputs),
+        ExportPart("match", ExportMatch(model), match_inputs, ("log_odds",)),
     ]
 
 
 @torch.no_grad()
 def exported_program(part: ExportPart) -> ExportedProgram:
-    """Trace a part for batches of any size."""
+    """Trace a part with `torch.export`, for batches of any size."""
     batch = Dim("batch", min=1)
     return torch.export.export(
         part.module, (), part.inputs, dynamic_shapes={name: {0: batch} for name in part.inputs}
@@ -152,8 +135,10 @@ def exported_program(part: ExportPart) -> ExportedProgram:
 
 
 def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
-    """Write every part of a model, with tokenizer and preparation, and return the parts' files."""
-    # ONNX has the opset of the installed torch; `torch.export.load` reads the other form.
+    """Write the parts of a model, its tokenizer and preprocessing; return the parts' files.
+
+    form: "onnx", with the opset of the installed torch, or "torch", for `torch.export.load`.
+    """
     if form == "onnx":
         for package in _NEEDED:
             if importlib.util.find_spec(package) is None:
@@ -163,8 +148,8 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                 )
     out.mkdir(parents=True, exist_ok=True)
     names = []
-    # ONNX files hold the name of their file of weights, so all get their final names at once, in a
-    # second folder.
+    # An ONNX file holds the name of its weights file, so files get their final names at once, in a
+    # temporary folder.
     with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
         folder = Path(name)
         with _quiet():
@@ -183,15 +168,15 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
 
 
 def _write_program(program: ExportedProgram, file: Path) -> None:
-    """Write a traced part as PyTorch does; raises OSError where the disk is full."""
+    """Write a program for `torch.export.load`."""
     content = BytesIO()
-    # Into memory: writing to a file, PyTorch's error would not tell the reason.
+    # PyTorch's own error, when it writes to a full disk, does not name the reason.
     torch.export.save(program, content)
     file.write_bytes(content.getbuffer())
 
 
 def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
-    """Write a traced part as an ONNX file, with more than 1.5 GiB of weights in a second file."""
+    """Write a program as an ONNX file; weights of more than 1.5 GiB go into a second file."""
     onnx_program = torch.onnx.export(
         program,
         input_names=list(part.inputs),
@@ -206,7 +191,7 @@ def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's warnings about its own internals off the terminal."""
+    """Silence the exporter's warnings about its own internals."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -42,13 +42,13 @@ class VlpOutput(ModelOutput):
     Attributes:
         loss: contrastive cross-entropy, the mean of both directions, with `return_loss=True`.
         logits_per_image: (I, T) cosines over the learned temperature; softmax over texts.
-        logits_per_text: (T, I), the same for each text.
+        logits_per_text: (T, I), their transpose; softmax over images.
         text_embeds: (T, d) of unit length.
         image_embeds: (I, d) of unit length.
         itm_logits: (B, 2), not matched and matched, of the B pairs, with `match=True`.
         similarity: (B, M, N, G) cosines of patches and tokens by channel group (Eq. 3), with
-            `output_anchors=True`, of a model that has ACE-RPE.
-        anchors: (B, M, N, G) bool, where a patch is an anchor of a word.
+            `output_anchors=True` and a model with ACE-RPE; the same holds for the fields below.
+        anchors: (B, M, N, G) bool, True where a patch is an anchor of a word.
         path: (B, M, N, G) anchor paths (Eq. 7), 0 where no anchor is in reach.
     """
 
@@ -65,7 +65,7 @@ class VlpOutput(ModelOutput):
 
 @dataclass
 class VlpAnswers(ModelOutput):
-    """Scores of the listed answers, `logits` (B, answers), with likelihoods as their sigmoid."""
+    """Scores of the answers in `id2label`: `logits` (B, answers), sigmoids are likelihoods."""
 
     logits: Tensor | None = None
 
@@ -74,32 +74,56 @@ _PREFIX = "model."
 logger = logging.getLogger(__name__)
 
 
-class VlpModel(PreTrainedModel):
-    """A `VLPModel` (in `model`) with named inputs and outputs.
-
-    `from_pretrained` reads folders of training, and `vlp.load` reads folders of `save_pretrained`.
-    """
+class _VlpPreTrainedModel(PreTrainedModel):
+    """Base of both classes: attributes, and saving as training does."""
 
     config_class = VlpConfig
     base_model_prefix = "vlp"
     main_input_name = "pixel_values"
 
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Leave the weights as `VLPModel` initialises them or as they were read."""
+
+    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """Write a model folder as training does; a `VlpModel`'s processor writes its own files.
+
+        state_dict: weights in place of the model's. push_to_hub: upload the folder, with `options`.
+        """
+        if not is_main_process:
+            return
+        self._write(Path(save_directory), self.state_dict() if state_dict is None else state_dict)
+        if push_to_hub:
+            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+
+
+class VlpModel(_VlpPreTrainedModel):
+    """A `VLPModel` (in `model`) with named inputs and outputs.
+
+    `from_pretrained` reads folders of training, and `vlp.load` reads folders of `save_pretrained`.
+    """
+
     def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
         super().__init__(config)
         self.model = VLPModel(config.sizes) if model is None else model
-        # accelerate looks for buffers under their names in a folder.
+        # accelerate looks buffers up by their names in the weights file.
         self._buffers = self.model._buffers
         self._non_persistent_buffers_set = set(self._buffers)
         self.register_load_state_dict_pre_hook(_add_prefix)
         self.register_state_dict_post_hook(_remove_prefix)
         self.post_init()
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        """Leave the weights, which `VLPModel` initialises."""
-
     def __getattr__(self, name: str) -> Any:
-        """Return a part of the model by its name in a folder."""
-        # accelerate looks for modules under these names.
+        """Return a module of `model` by its name in the weights file, as accelerate looks it up."""
         inner = self.__dict__.get("_modules", {}).get("model")
         if inner is not None and name in inner._modules:
             return inner._modules[name]
@@ -117,19 +141,21 @@ class VlpModel(PreTrainedModel):
         return_dict: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> VlpOutput | tuple[Tensor, ...]:
-        """Encode images, texts or both, and compare all with all.
+        """Encode images, texts or both, and compare every image with every text.
 
         Args:
             pixel_values: (I, 3, height, width), from the processor.
-            input_ids: (T, N) int64; padding moves to the end.
-            attention_mask: (T, N), 1 = not padding; None: all.
-            word_mask: (T, N) bool, from the processor; None: all but each text's first and last
-                token. Anchors and matching read it.
-            match: give `itm_logits` of the pairs: row by row, or one image or one text with all.
-            output_anchors: give similarities, anchors and paths of the same pairs.
-            return_loss: give the contrastive loss of images and texts that pair row by row.
+            input_ids: (T, N) int64; padding may be at either side.
+            attention_mask: (T, N), 1 = not padding; None: no padding.
+            word_mask: (T, N) bool, from the processor, for anchors and matching; None: all tokens
+                but each text's first and last.
+            match: return `itm_logits` of pairs: row by row, or one image or one text with all.
+            output_anchors: return similarities, anchors and paths of the same pairs.
+            return_loss: return the contrastive loss; image i and text i match.
+            return_dict: False returns a tuple.
+            token_type_ids: ignored; tokenizers may pass it.
         """
-        image = None if pixel_values is None else self.image_features(pixel_values)
+        image = None if pixel_values is None else self.model.encode_image(pixel_values)
         text = None
         if input_ids is not None:
             text = self.text_features(input_ids, attention_mask, word_mask)
@@ -153,18 +179,18 @@ class VlpModel(PreTrainedModel):
         return out if use_dict is not False else out.to_tuple()
 
     def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
-        """Embed images (B, d), as open_clip does."""
+        """Embed images (B, 3, height, width) -> (B, d), as open_clip does."""
         feature = self.model.image_encoder.project(self.model.image_encoder(pixels))
         return functional.normalize(feature, dim=-1) if normalize else feature
 
     def encode_text(
         self, tokens: TextTokens | Mapping[str, Tensor] | Tensor, normalize: bool = False
     ) -> Tensor:
-        """Embed texts (B, d), as open_clip does.
+        """Embed texts -> (B, d), as open_clip does.
 
         Args:
-            tokens: of the processor, of `vlp.load`'s tokenizer, or ids (B, N), in which 0 is
-                padding, as in BERT's vocabularies.
+            tokens: output of the processor or of `vlp.load`'s tokenizer, or ids (B, N) in which 0
+                is padding, as in BERT's vocabularies.
         """
         if isinstance(tokens, Mapping):
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
@@ -174,8 +200,8 @@ class VlpModel(PreTrainedModel):
             ids = require_ids(tokens)
             if self.model.text_encoder.pad_id:
                 raise ValueError(
-                    "token ids alone do not say which are padding for this text tower; give what "
-                    "the processor or tokenizer makes of texts"
+                    "token ids alone do not say which are padding for this text tower; give the "
+                    "output of the processor or tokenizer"
                 )
             mask = ids != 0
         ids, mask, _ = self._texts(ids, mask)
@@ -185,7 +211,7 @@ class VlpModel(PreTrainedModel):
     def get_image_features(
         self, pixel_values: Tensor, **options: Any
     ) -> BaseModelOutputWithPooling:
-        """Embed images (B, 3, height, width), as CLIPModel does; `pooler_output` is (B, d)."""
+        """Embed images (B, 3, height, width), as CLIPModel does: `pooler_output` (B, d)."""
         encoder = self.model.image_encoder
         states = encoder(pixel_values)
         return BaseModelOutputWithPooling(encoder.drop_summary(states), encoder.project(states))
@@ -193,7 +219,7 @@ class VlpModel(PreTrainedModel):
     def get_text_features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> BaseModelOutputWithPooling:
-        """Embed texts, ids and mask (B, N), as CLIPModel does; `pooler_output` is (B, d)."""
+        """Embed texts, ids and mask (B, N), as CLIPModel does: `pooler_output` (B, d)."""
         input_ids, mask, _ = self._texts(input_ids, attention_mask)
         states = self.model.text_encoder(input_ids, mask)
         return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
@@ -205,16 +231,12 @@ class VlpModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         word_mask: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-odds that texts describe images, (B,), by the cross-modal encoder.
+        """Compute log-odds (B,) that texts describe images, by the cross-modal encoder.
 
-        Arguments have B rows or one, as in `forward`.
+        Arguments as of `forward`, with B rows or 1.
         """
         text = self.text_features(input_ids, attention_mask, word_mask)
-        return self.model.match(self.image_features(pixel_values), text)
-
-    def image_features(self, pixel_values: Tensor) -> ImageFeatures:
-        """Encode images (B, 3, height, width) for `self.model`'s own calls."""
-        return self.model.encode_image(pixel_values)
+        return self.model.match(self.model.encode_image(pixel_values), text)
 
     def text_features(
         self,
@@ -222,13 +244,12 @@ class VlpModel(PreTrainedModel):
         attention_mask: Tensor | None = None,
         word_mask: Tensor | None = None,
     ) -> TextFeatures:
-        """Encode texts (B, N) for `self.model`'s own calls; arguments as of `forward`."""
+        """Encode texts (B, N) for calls of `self.model`; arguments as of `forward`."""
         return self.model.encode_text(*self._texts(input_ids, attention_mask, word_mask))
 
     def _texts(
         self, input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None = None
     ) -> TextTokens:
-        """Return texts with both masks, cut to the folder's length."""
         max_tokens = self.model.config.text.max_tokens
         return text_inputs(input_ids, attention_mask, word_mask, max_tokens)
 
@@ -263,17 +284,17 @@ class VlpModel(PreTrainedModel):
         output_loading_info: bool = False,
         **options: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
-        """Read a model folder of training, of `save_pretrained` or of the hub.
+        """Read a model folder, written by training or `save_pretrained`, local or from the hub.
 
         Args:
+            config: configuration in place of the folder's.
             dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
-            device_map: device of the whole model, such as "cuda"; "auto": a GPU if there is one.
-            state_dict: weights in place of the folder's; those that it lacks are new, with a
-                warning.
+            device_map: device of the whole model, such as "cuda"; "auto": a GPU if available.
+            state_dict: weights in place of the folder's; weights that it lacks keep their
+                initialisation, with a warning.
             output_loading_info: return also names of missing and unexpected weights.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
-                `force_download`), or keys of the configuration; a part of a section leaves the
-                rest of it.
+                `force_download`), or keys of the configuration, merged into their sections.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = weights_dtype(dtype, options)
@@ -283,9 +304,9 @@ class VlpModel(PreTrainedModel):
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
-        # With weights in place of the folder's, its own need not be read.
         if state_dict is None and is_changed and (folder / CONFIG).is_file():
             check_folder(config.sizes, read_config(folder / CONFIG), folder, str(folder))
+        # `state_dict` replaces the folder's weights.
         model = None if state_dict is not None else read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
@@ -293,58 +314,43 @@ class VlpModel(PreTrainedModel):
         to_device(instance.model, single_device(device_map), dtype)
         return (instance, report) if output_loading_info else instance
 
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        **options: Any,
-    ) -> None:
-        """Write `config.json` and `model.safetensors`; the processor writes the rest."""
-        if not is_main_process:
-            return
-        state = self.state_dict() if state_dict is None else state_dict
+    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
-        save_model(Path(save_directory), self.model.config, weights)
-        if push_to_hub:
-            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+        save_model(folder, self.model.config, weights)
 
 
 def text_inputs(
     input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, max_tokens: int
 ) -> TextTokens:
-    """Return texts with both masks, cut as a folder's tokenizer does, which keeps the last token.
+    """Return ids and both masks, (B, N) each, as a folder's tokenizer makes them.
 
-    Args:
-        input_ids: (B, N) int64; padding moves to the end.
-        word_mask: (B, N) bool; None: all real tokens but the first and the last of each row.
+    Padding moves to the end. Texts are cut to `max_tokens`, but keep their last token, [SEP].
+    word_mask None: all tokens but the first and the last of each text.
     """
     ones = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
     mask = ones if attention_mask is None else attention_mask.bool()
     parts = [input_ids, mask] if word_mask is None else [input_ids, mask, word_mask.bool()]
-    # Padding moves to the end, as training has it.
     order = mask.int().argsort(dim=1, descending=True, stable=True)
     input_ids, mask, *words = (part.gather(1, order) for part in parts)
     tokens = TextTokens(input_ids, mask, words[0] if words else _inner_tokens(mask))
     if input_ids.shape[1] <= max_tokens:
         return tokens
     positions = torch.arange(max_tokens, device=input_ids.device).repeat(len(input_ids), 1)
-    # [SEP], the last real token, stays last.
+    # The last real token goes to the last position.
     positions[:, -1] = (mask.sum(1) - 1).clamp(min=max_tokens - 1)
     return TextTokens(*(part.gather(1, positions) for part in tokens))
 
 
 def _inner_tokens(mask: Tensor) -> Tensor:
-    """Return all real tokens of a mask (B, N) bool but the first and the last of each row."""
+    """Drop the first and the last token of each row of a mask (B, N) with padding at the end."""
     words = mask & mask.roll(-1, 1)
     words[:, 0] = words[:, -1] = False
     return words
 
 
 def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Add the prefix of this class to the names of weights of a folder."""
-    # transformers' Trainer reads the file of `save_pretrained` by itself.
+    """Rename weights from a file to the names in `VlpModel`, before they are loaded."""
+    # transformers' Trainer reads the weights file by itself.
     for name in [name for name in state if name.startswith(prefix)]:
         inner = name.removeprefix(prefix)
         if not inner.startswith(_PREFIX):
@@ -352,27 +358,26 @@ def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> Non
 
 
 def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Remove the prefix of this class from the names of weights."""
-    # accelerate compares these names with those in the files.
+    """Rename weights of `VlpModel` to the names in a file, which accelerate compares."""
     for name in [name for name in state if name.startswith(f"{prefix}{_PREFIX}")]:
         state[f"{prefix}{name.removeprefix(f'{prefix}{_PREFIX}')}"] = state.pop(name)
 
 
 def load_state(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
-    """Load weights, if there are any, and report as transformers' `output_loading_info` does."""
+    """Load weights, if any, and return transformers' `output_loading_info`."""
     missing, unexpected = (
         model.load_state_dict(state, strict=False) if state is not None else ((), ())
     )
     names = [[name.removeprefix(_PREFIX) for name in group] for group in (missing, unexpected)]
-    for problem, group in zip(("new, as state_dict lacks them", "not used of state_dict"), names):
+    for problem, group in zip(("state_dict lacks", "the model lacks"), names):
         if group:
-            logger.warning("these weights are %s: %s", problem, listed(group))
+            logger.warning("%s these weights: %s", problem, listed(group))
     keys = dict(zip(("missing_keys", "unexpected_keys"), map(set, names)))
     return {**keys, "mismatched_keys": set(), "error_msgs": []}
 
 
 def _contrastive(logits: Tensor) -> Tensor:
-    """Compute the loss of logits (B, B) with matching pairs on the diagonal."""
+    """Compute the symmetric contrastive loss of logits (B, B) with matches on the diagonal."""
     rows, columns = logits.shape
     if rows != columns:
         raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
@@ -386,18 +391,14 @@ AutoModelForZeroShotImageClassification.register(VlpConfig, VlpModel, exist_ok=T
 
 
 class ScoredAnswer(NamedTuple):
-    """An answer and the likelihood of all its word pieces and of its end."""
+    """An answer, and the likelihood of its word pieces and end (`score`)."""
 
     answer: str
     score: float
 
 
-class VlpForQuestionAnswering(PreTrainedModel):
+class VlpForQuestionAnswering(_VlpPreTrainedModel):
     """A model that ranks the answers in its configuration's `id2label` to image questions."""
-
-    config_class = VlpConfig
-    base_model_prefix = "vlp"
-    main_input_name = "pixel_values"
 
     def __init__(self, config: VlpConfig, task: Vqa | None = None) -> None:
         if task is None:
@@ -405,9 +406,6 @@ class VlpForQuestionAnswering(PreTrainedModel):
         super().__init__(config)
         self.task = task
         self.post_init()
-
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        """Leave the weights as read from the folder."""
 
     def forward(
         self,
@@ -418,8 +416,7 @@ class VlpForQuestionAnswering(PreTrainedModel):
         return_dict: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> VlpAnswers | tuple[Tensor, ...]:
-        """Score the listed answers of B questions; arguments, (B, ...), as in `VlpModel`."""
-        # One image stands for all questions, and one question for all images.
+        """Score the answers in `id2label` to B questions; arguments as in `VlpModel`."""
         max_tokens = self.task.model.config.text.max_tokens
         texts = text_inputs(input_ids, attention_mask, word_mask, max_tokens)
         empty = input_ids.new_zeros(0)
@@ -433,17 +430,18 @@ class VlpForQuestionAnswering(PreTrainedModel):
         )
         with torch.no_grad():
             log_likelihoods = self.task.ranking().likelihoods(self.task.remember(batch))
-        # Log-odds, whose sigmoid is the likelihood again.
+        # log(p / (1 - p)), with p at most 1 - 1e-7.
         logits = log_likelihoods - torch.log(-torch.expm1(log_likelihoods.clamp(max=-1e-7)))
         out = VlpAnswers(logits=logits)
         return out if return_dict is not False else out.to_tuple()
 
     def answer(self, top_k: int = 1, **inputs: Any) -> list[list[ScoredAnswer]]:
         """Return the `top_k` likeliest answers of each question, the best first."""
-        scores, numbers = self(**inputs).logits.sigmoid().topk(min(top_k, len(self.task.answers)))
+        answers = self.task.answers
+        scores, indices = self(**inputs).logits.sigmoid().topk(min(top_k, len(answers)))
         return [
-            [ScoredAnswer(self.task.answers[n], s) for s, n in zip(*row)]
-            for row in zip(scores.tolist(), numbers.tolist())
+            [ScoredAnswer(answers[index], score) for score, index in zip(*row)]
+            for row in zip(scores.tolist(), indices.tolist())
         ]
 
     @classmethod
@@ -458,7 +456,10 @@ class VlpForQuestionAnswering(PreTrainedModel):
         output_loading_info: bool = False,
         **options: Any,
     ) -> Self | tuple[Self, dict[str, Any]]:
-        """Read a folder of `vlp finetune vqa`; arguments as of `VlpModel.from_pretrained`."""
+        """Read a folder of `vlp finetune vqa`, as `VlpModel.from_pretrained` does.
+
+        `config` is ignored, and `options` are of the hub only.
+        """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = weights_dtype(dtype, options)
         require_options(options)
@@ -466,29 +467,16 @@ class VlpForQuestionAnswering(PreTrainedModel):
         if not isinstance(task, Vqa):
             raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")
         answers = dict(enumerate(task.answers))
-        model_config = VlpConfig.of(task.model.config, id2label=answers)
+        model_config = VlpConfig(**task.model.config.model_dump(mode="json"), id2label=answers)
         model_config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(model_config, task).eval()
         report = load_state(instance, state_dict)
         to_device(task, single_device(device_map), dtype)
         return (instance, report) if output_loading_info else instance
 
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        push_to_hub: bool = False,
-        **options: Any,
-    ) -> None:
-        """Write the whole folder, its tokenizer and preparation included, as fine-tuning does."""
-        if not is_main_process:
-            return
-        state = self.state_dict() if state_dict is None else state_dict
+    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         weights = {name.removeprefix("task."): tensor for name, tensor in state.items()}
-        self.task.save_model(Path(save_directory), weights)
-        if push_to_hub:
-            self.push_to_hub(options.pop("repo_id", Path(save_directory).name), **options)
+        self.task.save_model(folder, weights)
 
 
 AutoModelForVisualQuestionAnswering.register(VlpConfig, VlpForQuestionAnswering, exist_ok=True)

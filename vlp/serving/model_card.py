@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
-from safetensors import SafetensorError, safe_open
 
-from vlp.config import parse_yaml
+from vlp.config import ConfigError, parse_yaml
 from vlp.io import parse_json, redact, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.models.folder import HEADS, WEIGHTS, read_config
+from vlp.models.folder import HEADS, WEIGHTS, read_config, weight_shapes
 from vlp.models.pretrained.local_copy import CONFIG, RESULTS, results_folder
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import TaskCard, get_task
@@ -52,7 +52,7 @@ log_odds = model.match(image, words)
 
 
 class _Result(NamedTuple):
-    """One saved result: task, shards, figures by name as shares, and its Markdown table."""
+    """A saved result: task, shard folders, figures in [0, 1] by name, and its Markdown table."""
 
     task: str
     shards: tuple[str, ...]
@@ -61,9 +61,10 @@ class _Result(NamedTuple):
 
 
 def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
-    """Write a folder's README.md, unless it was written by hand (without `MARK`); return whether.
+    """Write a folder's README.md and return True; keep a README.md without `MARK`.
 
-    licence: of the weights, by the hub's name ("apache-2.0"); None: as in the present card, if any.
+    licence: of the weights, by the hub's name ("apache-2.0"); None: that of the present card, if
+    any.
     """
     card = Path(folder) / CARD
     if card.is_file():
@@ -77,7 +78,7 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
 
 
 def model_card(folder: str | Path, licence: str | None = None) -> str:
-    """Return the card of a model folder; arguments and errors as of `write_model_card`."""
+    """Return the card of a model folder; licence: as `write_model_card`."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -87,8 +88,7 @@ def model_card(folder: str | Path, licence: str | None = None) -> str:
     kind, results = str(task.get("kind") or ""), list(_results(folder))
     grounds = (folder / GROUNDING).is_file()
     card = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
-    # Sizes come from the configuration, training data from the run around the folder, results from
-    # the evaluation's tables.
+    # The folders of a run are all called `model` or `best`.
     name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
     body = [
         _front_matter(name, kind, card, "anchor" in config.cross.position, licence, results),
@@ -167,15 +167,17 @@ def _model(folder: Path, config: ModelConfig) -> str:
     }
     rows = [(_PARTS[name], f"{counts[name]:,}") for name in _PARTS if name in counts]
     rows.append(("in all", f"{sum(counts.values()):,}"))
-    if heads := _count_numbers(folder / HEADS):
+    if (folder / HEADS).is_file():
+        heads = sum(map(math.prod, weight_shapes(folder / HEADS).values()))
         rows.append(("heads beside it", f"{heads:,}"))
     text, image, cross = config.text, config.image, config.cross
+    position = ", ".join(f"`{name}`" for name in cross.position)
     paragraphs = [
         f"Texts: {model.text_encoder.depth} layers{_tower_name(text)} of width {text.width}, "
         f"{text.vocab_size:,} word pieces, up to {text.max_tokens} tokens. Images: "
         f"{model.image_encoder.depth} layers{_tower_name(image)} of width {image.width}, "
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
-        f"layers, layout `{cross.layout}`, position {_joined(cross.position) or 'none'}"
+        f"layers, layout `{cross.layout}`, position {position or 'none'}"
         + (
             f" ({cross.anchor.groups} channel groups, mode `{cross.anchor_options.mode}`)."
             if "anchor" in cross.position
@@ -187,38 +189,41 @@ def _model(folder: Path, config: ModelConfig) -> str:
 
 
 def _tower_name(config: TextConfig | ImageConfig) -> str:
-    """Name the public architecture of a tower, such as " of bert"; empty without one."""
-    kind = config.architecture
-    name = kind.get("model_type", kind.get("name")) if isinstance(kind, Mapping) else kind
+    """Return the architecture of a tower as " of `bert`"; empty without one."""
+    name = config.architecture
+    if isinstance(name, Mapping):
+        name = name.get("model_type", name.get("name"))
     return f" of `{name}`" if name else ""
 
 
 def _training(folder: Path) -> str:
     run = _run(folder)
     if run is None:
-        return "The folder does not lie in that of its run, so nothing is known here."
+        return "The folder of the training run is not beside the model, so nothing is known."
     try:
         config = parse_yaml(redact((run / "config.yaml").read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
     report, task = _json(run / "report.json"), config.get("task") or {}
     data = task.get("data") or config.get("data") or {}
-    rows = [("started from", f"`{config['init_from']}`")] if config.get("init_from") else []
-    rows += [("data", source) for source in _sources(data)]
     training = config.get("training") or {}
-    rows.append(("batch", str(training.get("batch", ""))))
-    rows.append(("learning rate", str((training.get("optimiser") or {}).get("learning_rate", ""))))
-    rows.append(("precision", str(training.get("precision", ""))))
+    rows = [("initialised from", f"`{config['init_from']}`")] if config.get("init_from") else []
+    rows += [
+        *(("data", source) for source in _sources(data)),
+        ("batch", str(training.get("batch", ""))),
+        ("learning rate", str((training.get("optimiser") or {}).get("learning_rate", ""))),
+        ("precision", str(training.get("precision", ""))),
+    ]
     if report:
-        steps = f"{report['step']:,} of {report['total_steps']:,} ({report['ended']})"
-        rows += [("steps", steps), ("samples seen", f"{report['samples']:,}")]
-        rows.append(("samples trained on", f"{report['trained_samples']:,}"))
-        skipped = ", ".join(
-            f"{count:,} {kind}" for kind, count in report["skipped_samples"].items()
-        )
-        rows.append(("samples skipped", skipped or "0"))
-        rows.append(("hours", f"{report['seconds'] / 3600:.2f}"))
-        rows.append(("hardware", f"{report['ranks']} x {report['device']}"))
+        skipped = [f"{count:,} {reason}" for reason, count in report["skipped_samples"].items()]
+        rows += [
+            ("steps", f"{report['step']:,} of {report['total_steps']:,} ({report['ended']})"),
+            ("samples seen", f"{report['samples']:,}"),
+            ("samples trained on", f"{report['trained_samples']:,}"),
+            ("samples skipped", ", ".join(skipped) or "0"),
+            ("hours", f"{report['seconds'] / 3600:.2f}"),
+            ("hardware", f"{report['ranks']} x {report['device']}"),
+        ]
         if best := report.get("best"):
             best_label = "this is the best step" if folder.name == "best" else "the best step"
             rows.append((best_label, f"{best['step']:,}"))
@@ -226,8 +231,7 @@ def _training(folder: Path) -> str:
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the training folders with their weights, and sample counts where they still exist."""
-    from vlp.config import ConfigError
+    """Yield a line for each training folder: weight, and the number of samples if it exists."""
     from vlp.data.shards.shard_reader import ShardIndex
 
     weights_by_path = [
@@ -259,7 +263,7 @@ def _results(folder: Path) -> Iterator[_Result]:
 
 
 def _figures(figures: Any) -> dict[str, float]:
-    """Return values by name, of the last stage, without parts such as `question: …`."""
+    """Return figures by name, of the last stage, without parts such as `question: …`."""
     if isinstance(figures, list):
         stage = figures[-1]["stage"]
         return {
@@ -271,21 +275,9 @@ def _figures(figures: Any) -> dict[str, float]:
 
 
 def _run(folder: Path) -> Path | None:
-    """Return the folder of the run that wrote a model folder."""
+    """Return the folder of the run that wrote a model folder, if it is the parent folder."""
     run = folder.resolve().parent
     return run if (run / "config.yaml").is_file() else None
-
-
-def _count_numbers(file: Path) -> int:
-    if not file.is_file():
-        return 0
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names = tensors.keys()
-            shapes = [tensors.get_slice(name).get_shape() for name in names]
-    except SafetensorError as error:
-        raise ValueError(f"{file}: damaged ({error})") from error
-    return sum(int(torch.Size(shape).numel()) for shape in shapes)
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -301,7 +293,3 @@ def _json(file: Path) -> dict[str, Any]:
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
     lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]
     return "\n".join(lines)
-
-
-def _joined(names: tuple[str, ...]) -> str:
-    return ", ".join(f"`{name}`" for name in names)

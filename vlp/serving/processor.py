@@ -13,7 +13,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.models.pretrained.local_copy import hub_options, local_folder
-from vlp.serving.config import OF_PROCESSORS, VlpConfig, require_options
+from vlp.serving.config import PROCESSOR_OPTIONS, VlpConfig, require_options
 from vlp.serving.image_processor import VlpImageProcessor
 
 
@@ -31,7 +31,7 @@ class VlpProcessor(ProcessorMixin):
 
     @property
     def text(self) -> TextProcessor:
-        """Return the tokenizer as `vlp.load` has it."""
+        """Return the same tokenizer as `vlp.load` does."""
         max_tokens = self.tokenizer.model_max_length
         if self._text is None or self._text.max_tokens != max_tokens:
             self._text = TextProcessor(self.tokenizer.backend_tokenizer, max_tokens)
@@ -46,11 +46,12 @@ class VlpProcessor(ProcessorMixin):
     ) -> BatchFeature:
         """Prepare images, texts or both for `VlpModel`.
 
+        `options` such as `padding` are ignored, so that texts are padded as in training.
+
         Returns:
             pixel_values (I, 3, height, width); input_ids, attention_mask and word_mask (T, N), the
             last True for word pieces that are no special token.
         """
-        # Options such as `padding` are ignored: texts have the length that they had in training.
         if images is None and text is None:
             raise ValueError("there is nothing to prepare: give images, text or both")
         data: dict[str, Any] = {}
@@ -67,11 +68,12 @@ class VlpProcessor(ProcessorMixin):
     def from_pretrained(  # type: ignore[override]
         cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any
     ) -> Self:
-        """Read a model folder's preparation and tokenizer."""
+        """Read the preprocessing and tokenizer of a model folder, local or from the hub."""
         hub = hub_options(options)
-        require_options(options, OF_PROCESSORS)
+        require_options(options, PROCESSOR_OPTIONS)
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub)
-        # AutoTokenizer would build the tokenizer of a named class anew, without this file.
+        # AutoTokenizer would rebuild a tokenizer from the class in its configuration, not from
+        # `tokenizer.json`.
         has_tokenizer = Path(folder, "tokenizer.json").is_file()
         tokenizer = (PreTrainedTokenizerFast if has_tokenizer else AutoTokenizer).from_pretrained(
             folder
@@ -81,7 +83,7 @@ class VlpProcessor(ProcessorMixin):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
     ) -> None:
-        """Write the files of a model folder but the model's; with `push_to_hub` upload them."""
+        """Write the preprocessing and tokenizer files; with `push_to_hub` upload them, too."""
         self.image_processor.preprocessing.save(Path(save_directory))
         self.text.save(Path(save_directory))
         if push_to_hub:

@@ -9,10 +9,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _AUTO = "transformers.models.auto"
-# Registering at once would make `import vlp` import transformers and torch, which takes seconds. So
-# `import vlp` watches for the modules of the Auto classes, in either order of imports. Models are
-# registered by the first configuration that is made.
-# Module of transformers -> the module of ours that it needs.
+# `import vlp` must not import transformers and torch, which takes seconds. So it waits for the
+# modules of Auto classes, and each of them imports one module of this package; models are
+# registered when the first `VlpConfig` is made.
 _OURS = {
     f"{_AUTO}.configuration_auto": "vlp.serving.config",
     f"{_AUTO}.processing_auto": "vlp.serving.processor",
@@ -21,13 +20,13 @@ _OURS = {
 
 
 class AutoClassFinder:
-    """Finder on `sys.meta_path` that imports our modules after the Auto classes."""
+    """Finder on `sys.meta_path` that imports this package's modules after the Auto classes."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that Python finds, with our import after the module's own; else None."""
+        """Return Python's spec of an Auto module, with the import added; else None."""
         ours = _OURS.get(name)
         spec = PathFinder.find_spec(name, path, target) if ours else None
         if ours is None or spec is None or spec.loader is None:
@@ -43,7 +42,7 @@ class AutoClassFinder:
 
 
 def register_when_imported() -> None:
-    """Register with the Auto classes that are imported, now or later."""
+    """Register with the Auto classes, at once if they are imported already."""
     if AutoClassFinder not in sys.meta_path:
         sys.meta_path.insert(0, AutoClassFinder)
         for theirs, ours in _OURS.items():

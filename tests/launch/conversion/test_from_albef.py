@@ -39,7 +39,7 @@ def test_the_folder_scores_as_the_checkpoint_does(command, files, capsys):
     folder, state = files
     assert command.main(arguments(folder)) == 0
     printed = capsys.readouterr().out
-    assert printed.count("tiny.pth -> ") == 4
+    assert printed.count("tiny.pth: ") == 1
     assert re.search(r"/model: [\d,]+ parameters\n$", printed)
 
     loaded = vlp.load(folder / "model")

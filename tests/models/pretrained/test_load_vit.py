@@ -153,6 +153,7 @@ def test_bfloat16_positions_are_resampled_in_float32(tiny, tmp_path):
     ("changes", "message"),
     [
         ({"model_args": {"act_layer": "gelu_tanh"}}, r"activation is GELUTanh\(\) there and GELU"),
+        ({"model_args": {"global_pool": "avg", "fc_norm": False}}, "set image.pooling=mean"),
         ({"architecture": "mixer_s32_224", "model_args": {}}, "is a MlpMixer, not a vision trans"),
         ({"architecture": "vit_of_mine"}, "timm makes no model of it .*vit_of_mine"),
     ],
@@ -277,7 +278,7 @@ def test_a_folder_of_transformers(tmp_path, epsilon, noted):
     torch.testing.assert_close(encoder(pixels), theirs, rtol=close, atol=close)
     note = "norms add 1e-12 to the variance there, 1e-06 here"
     assert report.notes == ((note,) if noted else ())
-    with pytest.raises(ConfigError, match=r"it has 3 heads and image.heads is 6"):
+    with pytest.raises(ConfigError, match=r"has 3 heads and image.heads is 6"):
         loaded(tmp_path, image_size=64, layers=2, heads=6)
 
 

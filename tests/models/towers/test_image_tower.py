@@ -212,8 +212,8 @@ def test_model_folder_needs_no_public_weights_and_starts_another_size(positions,
         ({"pooled_layers": 3}, "pooled_layers 3: vit_small_patch14_dinov2 has 2 blocks"),
         ({"patch_size": 16, "image_size": 224}, r"set image\.patch_size=14"),
         ({"architecture": "swin_tiny_patch4_window7_224"}, "one grid"),
-        ({"architecture": "resnet18"}, "makes no ViT"),
-        ({"architecture": "vit_of_nobody"}, "makes no ViT"),
+        ({"architecture": "resnet18"}, "timm cannot create it"),
+        ({"architecture": "vit_of_nobody"}, "timm cannot create it"),
         ({"architecture": {"name": "vit_small_patch14_dinov2", "no_such": 1}}, "no_such"),
     ],
 )
@@ -257,7 +257,7 @@ def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_pa
     [
         ({"pool": 3}, "pool 3 does not divide"),
         ({"architecture": {"depth": 1}}, "timm's `name`"),
-        ({"pooled_layers": 2}, "pooled_layers are of a tower; name it in architecture"),
+        ({"pooled_layers": 2}, "pooled_layers above 1 needs a tower: name it in architecture"),
     ],
 )
 def test_impossible_configurations_are_refused(image, message):

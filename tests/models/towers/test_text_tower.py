@@ -157,8 +157,8 @@ def test_cross_modal_encoder_starts_from_the_last_layers_of_another_bert(text_we
         ({"architecture": architecture("bert"), "vocab_size": 50}, r"set text\.vocab_size=60"),
         ({"architecture": {**SMALL, "model_type": "gpt2"}}, "gpt2 is not BERT-like"),
         ({"architecture": {**SMALL, "model_type": "t5"}}, "t5 is not BERT-like"),
-        ({"architecture": {"model_type": "nobodys"}}, "reads no configuration"),
-        ({"architecture": "/no/such/folder"}, "no config.json of transformers"),
+        ({"architecture": {"model_type": "nobodys"}}, "cannot read this configuration"),
+        ({"architecture": "/no/such/folder"}, "cannot read a config.json"),
         ({"architecture": architecture("bert"), "max_tokens": 41}, "more than the 40 positions"),
     ],
 )

@@ -1,9 +1,10 @@
 """A public ALBEF checkpoint as the start of a model with ACE-RPE (the paper's first limitation).
 
-ALBEF (Li et al. 2021) is a ViT-B/16, a BERT of text layers and cross-attending layers, two
-contrastive projections, and an ITM head; layout `albef` holds each. ACE-RPE tables start at zero,
-so the first outputs are ALBEF's. Files come from pretraining (`text_encoder.bert.*`, MLM head) or
-retrieval fine-tuning (`text_encoder.*`); momentum copies and queues are not used.
+ALBEF (Li et al. 2021) is a ViT-B/16, a BERT of text layers and fusion layers with cross-attention,
+two contrastive projections, and an ITM head; a model of layout `albef` has the same parts. ACE-RPE
+tables start at zero, so the first outputs are ALBEF's. Files come from pretraining
+(`text_encoder.bert.*`, MLM head) or retrieval fine-tuning (`text_encoder.*`); momentum copies and
+queues are not used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vlp.models.vlp import VLPModel
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
-# Channels of an attention head in BERT and ViT; no shape of the weights tells it.
+# Channels of an attention head in BERT and ViT, which no shape of the weights shows.
 HEAD_WIDTH = 64
 
 _FUSION_LAYER = BERT_LAYER | {
@@ -60,17 +61,10 @@ _LAYER = re.compile(r"text_encoder\.(?:bert\.)?encoder\.layer\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"visual_encoder\.blocks\.(\d+)\.")
 # Parts that ALBEF lacks and that keep their initialisation.
 _OPTIONAL = (POSITION_TABLES, r"(text|image)_tokens\.", "anchor_threshold")
-# Report of a name, by the name's first part; all other names belong to the heads.
-_PARTS = {
-    "image_encoder": "image encoder",
-    "visual_encoder": "image encoder",
-    "text_encoder": "text encoder",
-    "cross_encoder": "cross-modal encoder",
-}
 
 
 def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> ModelConfig:
-    """Read sizes from the shapes of an ALBEF state dict (or meta tensors), with ACE-RPE on.
+    """Read sizes from the shapes of an ALBEF state dict (or meta tensors), with ACE-RPE added.
 
     Anchors use ALBEF's trained contrastive projections (`token_projection` off). image_size is the
     side in pixels; None keeps the checkpoint's.
@@ -132,8 +126,8 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
     )
 
 
-def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> list[LoadReport]:
-    """Copy an ALBEF state dict into a model of layout `albef`; return a report for each part."""
+def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> LoadReport:
+    """Copy an ALBEF state dict into a model of layout `albef`."""
     layout = model.config.cross.layout
     if layout != "albef":
         raise ValueError(f"{source}: ALBEF's weights fit cross.layout albef, not {layout}")
@@ -156,11 +150,11 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
             tensor, notes = _log_scale(tensor, model, source)
         if name == _POSITIONS:
             # ALBEF's code resamples without antialiasing, and the outputs should equal its own.
-            fitted = resample_positions(
+            positions = resample_positions(
                 tensor, model.config.image.tower_grid, source, antialias=False
             )
-            resized = [] if fitted is tensor else [name]
-            tensor = fitted
+            resized = [] if positions is tensor else [name]
+            tensor = positions
         weights[name] = tensor
     if unknown:
         raise ValueError(
@@ -168,29 +162,23 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> lis
             f"text, {model.config.cross.layers} fusion and {model.config.image.layers} image "
             f"layers: {listed(unknown)}"
         )
-    report = copy_weights(model, weights, source, unused, _OPTIONAL)
-    matched = [name for name in report.matched if name not in resized]
-    notes = [*report.notes, *notes]
-    return _by_part(report._replace(matched=matched, resized=resized, notes=tuple(notes)))
+    return copy_weights(model, weights, source, unused, _OPTIONAL, resized, notes)
 
 
 def _check_heads(config: ModelConfig, source: str) -> None:
-    """Check the number of heads."""
-    # The shapes of the weights fit any number.
-    for part, width in (("text", config.text.width), ("image", config.image.width)):
-        model_heads = {f"{part}.heads": getattr(config, part).heads}
-        if part == "text":
-            model_heads["cross.heads"] = config.cross.heads
-        for key, heads in model_heads.items():
-            if heads * HEAD_WIDTH != width:
-                raise ConfigError(
-                    f"{source}: ALBEF has a head for every {HEAD_WIDTH} of its {width} channels, "
-                    f"{key} is {heads}; set {key}={width // HEAD_WIDTH}"
-                )
+    """Require ALBEF's number of heads, which no shape of its weights shows."""
+    width = config.text.width
+    for part in ("text", "image", "cross"):
+        heads = getattr(config, part).heads
+        if heads * HEAD_WIDTH != width:
+            raise ConfigError(
+                f"{source}: ALBEF's heads have {HEAD_WIDTH} of {width} channels each, and "
+                f"{part}.heads is {heads}; set {part}.heads={width // HEAD_WIDTH}"
+            )
 
 
 def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
-    """Return numbers of all BERT layers, and of cross-attending ones, which must come last."""
+    """Return the numbers of all BERT layers and of fusion layers, which must come last."""
     layers: set[int] = set()
     fusion: set[int] = set()
     for key in state:
@@ -198,20 +186,17 @@ def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
             layers.add(int(layer[1]))
             if layer[2].startswith("crossattention."):
                 fusion.add(int(layer[1]))
-    if (
-        not fusion
-        or layers != set(range(len(layers)))
-        or fusion != set(range(len(layers) - len(fusion), len(layers)))
-    ):
+    count = len(layers)
+    if not fusion or layers != {*range(count)} or fusion != {*range(count - len(fusion), count)}:
         raise ValueError(
             "not a state dict of ALBEF: its last BERT layers must have a cross-attention, but "
-            f"of layers {sorted(layers)} these have one: {sorted(fusion)}"
+            f"of layers {sorted(layers)} it is in {sorted(fusion)}"
         )
     return layers, fusion
 
 
 def _target_name(key: str, text_layers: int) -> str | None:
-    """Return our name of an ALBEF key; None without a rule."""
+    """Return this model's name for an ALBEF key; None without a rule."""
     for prefix, target in _PREFIXES.items():
         if key.startswith(prefix):
             return target + key.removeprefix(prefix)
@@ -230,34 +215,14 @@ def _target_name(key: str, text_layers: int) -> str | None:
 
 
 def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list[str]]:
-    """Return the logarithm of the inverse temperature, clamped to the learned range."""
+    """Return log(1 / temp), clamped to the range of `Temperature`, and notes for the report."""
     value = float(temp)
     if not 0 < value < math.inf:
         raise ValueError(f"{source}: temp is {value}, not a positive temperature")
     low, high = model.temperature.low, model.temperature.high
     log_scale = -temp.double().log()
     clamped = log_scale.clamp(low, high)
-    weight = clamped.to(model.temperature.log_scale.dtype)
-    if torch.equal(clamped, log_scale):
-        return weight, []
-    return weight, [f"temperature {value:g} clamped to {math.exp(-float(clamped)):g}"]
-
-
-def _by_part(report: LoadReport) -> list[LoadReport]:
-    """Split a report into one for each of four parts."""
-
-    def of_part(names: list[str], title: str) -> list[str]:
-        parts = (name.partition(".")[0].removesuffix("_m") for name in names)
-        return [n for n, part in zip(names, parts) if _PARTS.get(part, "heads") == title]
-
-    return [
-        LoadReport(
-            source=f"{report.source} -> {title}",
-            matched=of_part(report.matched, title),
-            resized=of_part(report.resized, title),
-            missing=of_part(report.missing, title),
-            unused=of_part(report.unused, title),
-            notes=report.notes if title == "heads" else (),
-        )
-        for title in (*dict.fromkeys(_PARTS.values()), "heads")
-    ]
+    notes = []
+    if not torch.equal(clamped, log_scale):
+        notes = [f"temperature {value:g} clamped to {math.exp(-float(clamped)):g}"]
+    return clamped.to(model.temperature.log_scale.dtype), notes

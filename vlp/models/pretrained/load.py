@@ -1,4 +1,4 @@
-"""Public weights: declared key maps from BERT and ViT/DeiT, and a report of each copy.
+"""Public weights of BERT and ViT/DeiT, renamed by fixed rules, with a report of each copy.
 
 A source key without a rule is an error unless its prefix is declared unused; the report names every
 target that keeps its initialisation.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
@@ -23,7 +24,6 @@ from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.blocks import NORM_EPS
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.models.pretrained.published import (
-    Published,
     network_settings,
     read_bert,
     read_vit,
@@ -33,7 +33,7 @@ from vlp.models.towers import create_image_tower, fit_image_tower, transformers_
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
-# What transformers takes where a config.json is silent.
+# Values that transformers uses for keys that a config.json lacks.
 _DEFAULTS = {
     "model_type": "bert",
     "num_attention_heads": 12,
@@ -43,18 +43,18 @@ _DEFAULTS = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
 }
-# Settings of BERT that the model has no key for, with what it computes.
+# Settings of BERT that no key of the model changes, with their allowed values.
 _FIXED = {
     "model_type": ("bert",),
-    "hidden_act": ("gelu", "gelu_python"),  # one function, two codes of it
+    "hidden_act": ("gelu", "gelu_python"),  # two implementations of one function
     "layer_norm_eps": (NORM_EPS,),
     "type_vocab_size": (2,),
     "position_embedding_type": ("absolute",),
     "is_decoder": (False,),
 }
 
-# Shapes fit any number of heads.
-TRUSTED = "the source does not state its heads: assuming {}"
+# No shape depends on the number of heads.
+_UNSTATED_HEADS = "the source does not state its heads: assuming {}"
 
 
 def check_bert(
@@ -66,21 +66,14 @@ def check_bert(
 ) -> list[str]:
     """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
-        return [TRUSTED.format(config.text.heads if with_text else config.cross.heads)]
-    sizes = [("hidden_size", "text.width", config.text.width)]
-    text_sizes = [
-        ("num_attention_heads", "text.heads", config.text.heads),
-        ("intermediate_size", "text.intermediate", config.text.intermediate),
-        ("max_position_embeddings", "text.max_positions", config.text.max_positions),
-        ("vocab_size", "text.vocab_size", config.text.vocab_size),
-    ]
+        return [_UNSTATED_HEADS.format(config.text.heads if with_text else config.cross.heads)]
+    keys = {"text.width": "hidden_size"}
     if with_text:
-        sizes += text_sizes
+        keys |= {"text.heads": "num_attention_heads", "text.intermediate": "intermediate_size"}
+        keys |= {"text.max_positions": "max_position_embeddings", "text.vocab_size": "vocab_size"}
     if with_cross:
-        sizes += [
-            ("num_attention_heads", "cross.heads", config.cross.heads),
-            ("intermediate_size", "cross.intermediate", config.cross.intermediate),
-        ]
+        keys |= {"cross.heads": "num_attention_heads", "cross.intermediate": "intermediate_size"}
+    sizes = [(key, name, attrgetter(name)(config)) for name, key in keys.items()]
     check_bert_settings(settings, sizes, source)
     return []
 
@@ -88,14 +81,14 @@ def check_bert(
 def check_bert_settings(
     settings: Mapping[str, Any], sizes: Sequence[tuple[str, str, int]], source: str
 ) -> None:
-    """Check a BERT's config.json against what all layers compute, and sizes (key, ours, value)."""
+    """Check a BERT's config.json: values that no key sets, and sizes (its key, our key, ours)."""
     theirs = _DEFAULTS | dict(settings)
     wrong = [
-        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, which has no other"
+        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, where no key sets it"
         for key, allowed in _FIXED.items()
         if theirs[key] not in allowed
     ]
-    # Shapes check a size that the configuration leaves out.
+    # A size that the config.json lacks is checked by the shapes of the weights.
     wrong += [
         f"{key} is {theirs[key]} there and {name} is {ours} here; set {name}={theirs[key]}"
         for key, name, ours in sizes
@@ -108,24 +101,18 @@ def check_bert_settings(
 def check_vit(
     theirs: Mapping[str, Any] | nn.Module | None, ours: Mapping[str, Any], source: str
 ) -> list[str]:
-    """Check a ViT's settings, or timm's network, against `vit_settings`; return report notes."""
+    """Check a ViT's `vit_settings`, or timm network, against the model's; return report notes."""
     if theirs is None:
-        return [TRUSTED.format(ours["heads"])]
+        return [_UNSTATED_HEADS.format(ours["heads"])]
     if isinstance(theirs, nn.Module):
         theirs = vit_settings(theirs, source)
-    wrong = []
     if theirs["heads"] != ours["heads"]:
-        wrong.append(
-            f"it has {theirs['heads']} heads and image.heads is {ours['heads']}; "
-            f"set image.heads={theirs['heads']}"
+        raise ConfigError(
+            f"{source} has {theirs['heads']} heads and image.heads is {ours['heads']}; set "
+            f"image.heads={theirs['heads']}"
         )
-    wrong += [
-        f"{key} is {theirs[key]} there and {ours[key]} in this model, which has no other"
-        for key in ("block", "activation")
-        if theirs[key] != ours[key]
-    ]
-    if wrong:
-        raise ConfigError(f"{source} does not fit: {'; '.join(wrong)}")
+    settings = [(f"{key} is", theirs[key], ours[key]) for key in ("block", "activation")]
+    _require_equal(settings, source)
     # Only noted: for equal weights transformers states 1e-12 and timm 1e-6.
     if theirs["norm_eps"] != ours["norm_eps"]:
         return [
@@ -140,7 +127,7 @@ def check_image_tower(
     state: Mapping[str, Tensor],
     source: str,
 ) -> list[str]:
-    """Check the settings of weights (`state`) against a tower of timm, as `check_vit` does."""
+    """Check the settings of a source with weights `state` against a timm tower; return notes."""
     source_state = source_model.state_dict() if isinstance(source_model, nn.Module) else {}
     shapes_differ = any(
         source_state[name].shape != state[name].shape and "pos" not in name
@@ -157,11 +144,24 @@ def check_image_tower(
     return []
 
 
+def check_pooling(
+    source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
+) -> None:
+    """Refuse to read [CLS] of a ViT that was trained to classify by its patches."""
+    # Other classes of timm, such as Eva, average by default, even with weights that train [CLS].
+    if not isinstance(source_model, VisionTransformer) or source_model.cls_token is None:
+        return
+    if config.pooling == "cls" and source_model.global_pool in ("avg", "avgmax", "max"):
+        raise ConfigError(
+            f"{source} was trained with patches pooled by {source_model.global_pool}, and "
+            "image.pooling cls would read its untrained [CLS]: set image.pooling=mean"
+        )
+
+
 def check_pixels(
     source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
 ) -> None:
-    """Check the normalisation of pixels that weights were trained with."""
-    # A normalisation that the user sets takes precedence.
+    """Require the pixel normalisation of the weights' training, unless the user sets one."""
     values: Any = getattr(source_model, "pretrained_cfg", source_model) or {}
     theirs = tuple(tuple(values.get(key) or ()) for key in ("mean", "std"))
     if config.normalisation is None and all(theirs) and theirs != config.statistics:
@@ -171,7 +171,7 @@ def check_pixels(
         )
 
 
-# All other settings of transformers change what a model computes.
+# Settings of transformers that do not change an encoder's output; all others must agree.
 _TRAINING_SETTINGS = re.compile(
     r"_.*|.*(dropout|drop_prob|initializer|token_id|label|output_|pruned|classifier|chunk_size).*"
     r"|architectures|auto_map|d?type|torch_dtype|transformers_version|use_cache|use_return_dict"
@@ -194,23 +194,21 @@ def check_text_tower(
         config.text.model_copy(update={"architecture": architecture})
     )
     ours, theirs = model_config.to_dict(), source_config.to_dict()
+    keys = {
+        key
+        for key in theirs.keys() & ours.keys()
+        if key == "pad_token_id" or not _TRAINING_SETTINGS.fullmatch(key)
+    }
     if model_config.model_type != source_config.model_type:
-        ours, theirs = (
-            {"model_type": model_config.model_type},
-            {"model_type": source_config.model_type},
-        )
-    compared = (key for key in theirs if key in ours)
-    keys = [
-        key for key in compared if key == "pad_token_id" or not _TRAINING_SETTINGS.fullmatch(key)
-    ]
+        keys = {"model_type"}
     _require_equal(
-        [(f"text.architecture.{key} is", theirs[key], ours.get(key)) for key in keys], source
+        [(f"text.architecture.{key} is", theirs[key], ours[key]) for key in keys], source
     )
     return []
 
 
 def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> None:
-    """Require equal values of settings (name, source's, model's)."""
+    """Require equal values in each setting (name, value of the source, value of the model)."""
     wrong = [
         f"{name} {theirs!s} there and {ours!s} here"
         for name, theirs, ours in settings
@@ -227,8 +225,7 @@ def check_folder(
     name: str,
     match_is_trained: bool = True,
 ) -> None:
-    """Require that a folder's weights get the inputs and settings of their training."""
-    # Shapes do not show these settings.
+    """Require the settings of a folder's training that the shapes of its weights do not show."""
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
     keys += ["image.heads"] if config.image.architecture is None else []
@@ -253,10 +250,11 @@ def check_folder(
 
 
 class LoadReport(NamedTuple):
-    """Report of a weight copy: the outcome for the tensors of both sides.
+    """Report of a weight copy.
 
-    matched and resized: target names; missing: target parts that keep their initialisation, `*` for
-    every layer; unused: source keys; notes: changed values.
+    matched, resized: names of target tensors that were copied as they are or resampled; missing:
+    target parts that keep their initialisation, `*` for every layer; unused: source keys; notes:
+    casts, and settings that differ or were assumed.
     """
 
     source: str
@@ -281,6 +279,8 @@ def copy_weights(
     source: str,
     unused: list[str],
     optional: tuple[str, ...],
+    resized: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> LoadReport:
     """Copy tensors into a module after all checks.
 
@@ -289,6 +289,8 @@ def copy_weights(
         unused: source keys that are declared as unused.
         optional: patterns of name prefixes that may keep their initialisation; the first match
             names the part in the report.
+        resized: names in `weights` of resampled tensors, for the report.
+        notes: for the report.
     """
     target = module.state_dict()
     unknown = sorted(set(weights) - set(target))
@@ -311,26 +313,28 @@ def copy_weights(
                 f"{tuple(target[name].shape)} here"
             )
         if target[name].is_floating_point() and not tensor.is_floating_point():
-            raise ValueError(f"{source}: {name} is {_kind(tensor)} there, not a float")
+            raise ValueError(f"{source}: {name} is {_dtype_name(tensor)} there, not a float")
     with torch.no_grad():
         for name, tensor in weights.items():
             target[name].copy_(tensor)
     casts = {
-        (_kind(tensor), _kind(target[name]))
+        (_dtype_name(tensor), _dtype_name(target[name]))
         for name, tensor in weights.items()
         if tensor.dtype != target[name].dtype
     }
-    notes = tuple(f"{theirs} there, {ours} here" for theirs, ours in sorted(casts))
-    return LoadReport(source, sorted(weights), [], sorted(initial), unused, notes)
+    cast_notes = (f"{theirs} there, {ours} here" for theirs, ours in sorted(casts))
+    matched = sorted(set(weights) - set(resized))
+    all_notes = (*cast_notes, *notes)
+    return LoadReport(source, matched, list(resized), sorted(initial), unused, all_notes)
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Join names for a message, the first ones and a count where they are many."""
+    """Join the first `limit` names for a message, and add the number of the others."""
     further = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {further} more" if further > 0 else "")
 
 
-def _kind(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -342,10 +346,11 @@ _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 
 
 def load_image_tower(model: VLPModel, name: str) -> LoadReport:
-    """Initialise the image tower from public weights; positions are resampled as timm does."""
+    """Initialise an image tower of timm from public weights; timm's filter resamples positions."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     state, settings = read_vit(name)
     check_pixels(settings, model.config.image, source)
+    check_pooling(settings, model.config.image, source)
     notes = check_image_tower(settings, encoder.vit, state, source)
     fitted = fit_image_tower(encoder.vit, state)
     target = encoder.vit.state_dict()
@@ -356,9 +361,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
         for key, tensor in state.items()
         if fitted.get(key, tensor).shape != tensor.shape
     ]
-    report = copy_weights(encoder, weights, source, unused, IMAGE_OPTIONAL)
-    matched = [name for name in report.matched if name not in resized]
-    return report._replace(matched=matched, resized=resized, notes=(*report.notes, *notes))
+    return copy_weights(encoder, weights, source, unused, IMAGE_OPTIONAL, resized, notes)
 
 
 def load_text_tower(
@@ -367,9 +370,9 @@ def load_text_tower(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
-    """Initialise the text tower from public weights of the same architecture, without heads.
+    """Initialise a text tower from weights of the same architecture; heads are not used.
 
-    state: by the names of transformers, with the model's prefix (`roberta.`) or without.
+    state: weights by the names of transformers, with the model's prefix (`roberta.`) or without.
     """
     notes = check_text_tower(settings, model.config, source)
     encoder = model.text_encoder
@@ -382,16 +385,16 @@ def load_text_tower(
         if name.partition(".")[0] not in parts or name.endswith(".position_ids")
     ]
     weights = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
-    report = copy_weights(
-        encoder, weights, f"{source} -> text encoder", unused, (r"projection\.", r"adapter\.")
+    optional = (r"projection\.", r"adapter\.")
+    return copy_weights(
+        encoder, weights, f"{source} -> text encoder", unused, optional, notes=notes
     )
-    return report._replace(notes=(*report.notes, *notes))
 
 
 def current_names(
     state: Mapping[str, Tensor], source: str, prefix: str = "bert."
 ) -> dict[str, tuple[str, Tensor]]:
-    """Map current names to (key, tensor): no prefix, and norms with weight and bias."""
+    """Map current names to (source key, tensor): without prefix, and gamma and beta renamed."""
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
         module, dot, kind = key.removeprefix(prefix).rpartition(".")
@@ -421,7 +424,7 @@ BERT_EMBEDDING = {
 }
 BERT_UNUSED = ("pooler.", "cls.", "classifier.", "qa_outputs.", "embeddings.position_ids")
 _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
-_BERT_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
+_BERT_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 # Target names that no public checkpoint has: the tables of ACE-RPE and other encodings.
@@ -429,12 +432,12 @@ POSITION_TABLES = r"(.+\.)?positions\."
 
 
 def load_public_weights(model: VLPModel) -> list[LoadReport]:
-    """Initialise the encoders from `weights` of `text`, `image` and `cross`.
+    """Initialise the encoders from `text.weights`, `image.weights` and `cross.weights`.
 
-    BERT's first layers go to the text encoder, the following ones (or the last ones of the BERT in
-    `cross.weights`) to the cross-modal encoder; its cross-attention keeps its initialisation. A
-    ViT's first blocks go to the image encoder; positions of another grid are resampled. A tower of
-    `architecture` takes all weights.
+    BERT's first layers go to the text encoder, and its next layers (or the last layers of the BERT
+    in `cross.weights`) to the cross-modal encoder; its cross-attention keeps its initialisation.
+    A ViT's first blocks go to the image encoder; positions of another grid are resampled. A tower
+    of `architecture` gets all weights.
     """
     reports = []
     if name := model.config.text.weights:
@@ -446,7 +449,7 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
                 reports += load_bert(model, bert.state, name, bert.settings)
     if name := model.config.cross.weights:
         with _about("cross.weights"):
-            bert = bert_state(name)
+            bert = read_bert(name)
             reports.append(load_cross(model, bert.state, name, bert.settings))
     if name := model.config.image.weights:
         with _about("image.weights"):
@@ -460,7 +463,7 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
 
 @contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Prefix errors with the configuration key."""
+    """Prefix errors with the configuration key, and raise value errors as ConfigError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -469,14 +472,54 @@ def _about(key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {error}") from error
 
 
-def bert_state(folder_or_name: str) -> Published:
-    """Read a public BERT encoder under current names, without heads and pooler."""
-    bert = read_bert(folder_or_name)
-    state = current_names(bert.state, folder_or_name)
-    encoder = {
-        name: tensor for name, (_, tensor) in state.items() if not name.startswith(BERT_UNUSED)
+def _bert_parts(
+    state: Mapping[str, Tensor], source: str
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return a BERT's embeddings and its layers by this package's names; heads are left out."""
+    embedding: dict[str, Tensor] = {}
+    layers: dict[int, dict[str, Tensor]] = {}
+    unknown = []
+    for name, (key, tensor) in current_names(state, source).items():
+        module, _, kind = name.rpartition(".")
+        layer = _BERT_LAYER_NAME.fullmatch(module)
+        if module in BERT_EMBEDDING:
+            embedding[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
+        elif layer and layer[2] in BERT_LAYER:
+            layers.setdefault(int(layer[1]), {})[f"{BERT_LAYER[layer[2]]}.{kind}"] = tensor
+        elif not name.startswith(BERT_UNUSED):
+            unknown.append(key)
+    if unknown:
+        raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
+    return embedding, [layers.get(number, {}) for number in range(max(layers, default=-1) + 1)]
+
+
+def _layer_weights(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Prefix the names of each layer's weights with `layers.0`, `layers.1` ..."""
+    return {
+        f"layers.{number}.{name}": tensor
+        for number, layer in enumerate(layers)
+        for name, tensor in layer.items()
     }
-    return Published(encoder, bert.settings)
+
+
+def _unused_keys(state: Mapping[str, Tensor], *parts: Mapping[str, Tensor]) -> list[str]:
+    """Return the keys of tensors in `state` that no part contains."""
+    used = {id(tensor) for part in parts for tensor in part.values()}
+    return [key for key, tensor in state.items() if id(tensor) not in used]
+
+
+def last_bert_layers(
+    state: Mapping[str, Tensor], count: int, source: str, key: str
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the last `count` layers of a BERT, numbered from 0, and unused source keys.
+
+    key: configuration key that sets `count`.
+    """
+    _, layers = _bert_parts(state, source)
+    if len(layers) < count:
+        raise ConfigError(f"{source} has {len(layers)} layers, {key} needs {count}")
+    weights = _layer_weights(layers[len(layers) - count :])
+    return weights, _unused_keys(state, weights)
 
 
 def load_bert(
@@ -485,49 +528,29 @@ def load_bert(
     source: str,
     settings: Mapping[str, Any] | None = None,
 ) -> list[LoadReport]:
-    """Copy BERT layers 1..k to the text encoder, k+1..k+c to the cross-modal encoder."""
+    """Copy a BERT's embeddings and first `text.layers` layers to the text encoder.
+
+    Without `cross.weights`, the next `cross.layers` layers go to the cross-modal encoder.
+    """
     text_layers, cross_weights = model.config.text.layers, model.config.cross.weights
     cross_layers = 0 if cross_weights else model.config.cross.layers
-    text: dict[str, Tensor] = {}
-    cross: dict[str, Tensor] = {}
-    unused, unknown, numbers = [], [], {-1}
-    for name, (key, tensor) in current_names(state, source).items():
-        module, _, kind = name.rpartition(".")
-        layer = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", module)
-        if module in BERT_EMBEDDING:
-            text[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
-        elif layer and layer[2] in BERT_LAYER:
-            number, target = int(layer[1]), BERT_LAYER[layer[2]]
-            numbers.add(number)
-            if number < text_layers:
-                text[f"layers.{number}.{target}.{kind}"] = tensor
-            elif number < text_layers + cross_layers:
-                cross[f"layers.{number - text_layers}.{target}.{kind}"] = tensor
-            else:
-                unused.append(key)
-        elif name.startswith(BERT_UNUSED):
-            unused.append(key)
-        else:
-            unknown.append(key)
-    if unknown:
-        raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
-    count = max(numbers) + 1
-    # A BERT of exactly k layers leaves the cross-modal encoder as it is.
+    embedding, layers = _bert_parts(state, source)
+    text = embedding | _layer_weights(layers[:text_layers])
+    cross = _layer_weights(layers[text_layers : text_layers + cross_layers])
+    unused, count = _unused_keys(state, text, cross), len(layers)
+    # A BERT of `text.layers` layers leaves the cross-modal encoder as it is.
     if count < text_layers or text_layers < count < text_layers + cross_layers:
         raise ConfigError(
             f"{source} has {count} layers; text.layers {text_layers} and cross.layers "
             f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
             "cross-modal encoder at its own start)"
         )
-    note = check_bert(settings, model.config, source, with_cross=bool(cross))
-    reports = [
-        copy_weights(
-            model.text_encoder, text, f"{source} -> text encoder", unused, (r"projection\.",)
-        )
-    ]
+    notes = check_bert(settings, model.config, source, with_cross=bool(cross))
+    text_source, optional = f"{source} -> text encoder", (r"projection\.",)
+    reports = [copy_weights(model.text_encoder, text, text_source, unused, optional, notes=notes)]
     if not cross_weights:
-        reports.append(_copy_to_cross(model, cross, source, []))
-    return [report._replace(notes=(*report.notes, *note)) for report in reports]
+        reports.append(_copy_to_cross(model, cross, source, [], notes))
+    return reports
 
 
 def load_cross(
@@ -537,31 +560,29 @@ def load_cross(
     settings: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     """Copy the last layers of a BERT to the cross-modal encoder."""
-    weights, unused = {}, []
-    layers = {key: _BERT_LAYER_NAME.fullmatch(key) for key in state}
-    count = 1 + max((int(layer[1]) for layer in layers.values() if layer), default=-1)
-    first = count - model.config.cross.layers
-    if first < 0:
-        raise ConfigError(f"{source} has {count} layers, cross.layers needs {count - first}")
-    for key, layer in layers.items():
-        target = BERT_LAYER.get(layer[2]) if layer else None
-        if layer and target and int(layer[1]) >= first:
-            weights[f"layers.{int(layer[1]) - first}.{target}.{layer[3]}"] = state[key]
-        else:
-            unused.append(key)
+    count = model.config.cross.layers
+    weights, unused = last_bert_layers(state, count, source, "cross.layers")
     notes = check_bert(settings, model.config, source, with_cross=True, with_text=False)
-    report = _copy_to_cross(model, weights, source, unused)
-    return report._replace(notes=(*report.notes, *notes))
+    return _copy_to_cross(model, weights, source, unused, notes)
 
 
 def _copy_to_cross(
-    model: VLPModel, weights: Mapping[str, Tensor], source: str, unused: list[str]
+    model: VLPModel,
+    weights: Mapping[str, Tensor],
+    source: str,
+    unused: list[str],
+    notes: Sequence[str],
 ) -> LoadReport:
-    # BERT has neither cross-attention nor positions of our encodings.
+    # BERT has neither cross-attention nor tables of position encodings.
     new_parts = (POSITION_TABLES, r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
     optional = new_parts if weights else (r"layers\.", *new_parts)
     return copy_weights(
-        model.cross_encoder, weights, f"{source} -> cross-modal encoder", unused, optional
+        model.cross_encoder,
+        weights,
+        f"{source} -> cross-modal encoder",
+        unused,
+        optional,
+        notes=notes,
     )
 
 
@@ -574,6 +595,7 @@ def load_vit(
     """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
     config, weights, unused, notes = model.config.image, {}, [], []
     check_pixels(settings, config, source)
+    check_pooling(settings, config, source)
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
     if len(blocks) < config.layers:
         raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")
@@ -590,22 +612,21 @@ def load_vit(
             unknown.append(key)
         else:
             if key == "pos_embed":
-                # DeiT's distillation token and its position are left out.
+                # Prefix tokens of a distilled DeiT: [CLS], then the distillation token.
                 if "dist_token" in state:
                     tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
                     notes.append("the distillation token and its position are left out")
-                fitted = resample_positions(tensor, config.tower_grid, source)
-                resized = [] if fitted is tensor else ["vit.pos_embed"]
-                tensor = fitted
+                positions = resample_positions(tensor, config.tower_grid, source)
+                resized = [] if positions is tensor else ["vit.pos_embed"]
+                tensor = positions
             weights[f"vit.{key}"] = tensor
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
     notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
-    report = copy_weights(
-        model.image_encoder, weights, f"{source} -> image encoder", unused, IMAGE_OPTIONAL
+    target_source = f"{source} -> image encoder"
+    return copy_weights(
+        model.image_encoder, weights, target_source, unused, IMAGE_OPTIONAL, resized, notes
     )
-    matched = [name for name in report.matched if name not in resized]
-    return report._replace(resized=resized, matched=matched, notes=(*report.notes, *notes))
 
 
 def resample_positions(
@@ -613,8 +634,9 @@ def resample_positions(
 ) -> Tensor:
     """Resample a ViT's learned positions to a grid (rows, columns): bicubic, [CLS] unchanged.
 
-    (1, 1 + M, width) of a square grid -> (1, 1 + rows * columns, width), at least float32, or the
-    tensor itself if it fits. antialias: True as timm; False as DeiT's and ALBEF's authors.
+    positions (1, 1 + M, width) of a square grid -> (1, 1 + rows * columns, width) in float32 or
+    better; the tensor itself if it has that shape. antialias: True as timm; False as the code of
+    DeiT and ALBEF.
     """
     from timm.layers.pos_embed import resample_abs_pos_embed
 
@@ -625,10 +647,12 @@ def resample_positions(
         raise ValueError(
             f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
         )
-    # Half precision would round the result once more.
-    positions = at_least_float32(positions)
     return resample_abs_pos_embed(
-        positions, [rows, columns], num_prefix_tokens=1, antialias=antialias, verbose=False
+        at_least_float32(positions),
+        [rows, columns],
+        num_prefix_tokens=1,
+        antialias=antialias,
+        verbose=False,
     )
 
 

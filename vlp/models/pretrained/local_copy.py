@@ -1,4 +1,4 @@
-"""Model folders on this machine, or on the hub with a local copy."""
+"""Paths of model folders: local folders, and local copies of folders on the hub."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ CONFIG = "config.json"
 RESULTS = "evaluation"
 
 _OF_RUNS = ("model", "best")
-
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
 def is_local(folder_or_name: str | Path) -> bool:
-    """Return whether a name means a folder of this machine, not a model on the hub."""
+    """Return whether a name means a local folder, not a model on the hub."""
     folder = Path(folder_or_name)
     if not folder.is_dir():
         return False
-    # An empty folder, or one of results alone, does not hide a hub model of that name. Any other
-    # folder does, even without `config.json`: a wrong path is an error, never a hub lookup.
+    # A folder OWNER/NAME that is empty or has results only does not hide a hub model of that name.
+    # Any other folder does, even without `config.json`: a wrong path is an error, not a download.
     return not _may_be_on_hub(folder_or_name) or any(
         path.name != RESULTS for path in folder.iterdir()
     )
@@ -39,13 +38,13 @@ def results_folder(folder_or_name: str | Path) -> Path:
     resolved = folder.resolve()
     if resolved.name not in _OF_RUNS or not (resolved.parent / "config.yaml").is_file():
         return folder / RESULTS
-    # Training replaces the model folders of a run.
+    # Training replaces the model folders of a run, so results lie beside them.
     run = folder.parent if folder.absolute() == resolved else resolved.parent
     return run / RESULTS / resolved.name
 
 
 def local_folder(folder_or_name: str | Path, revision: str | None = None, **options: Any) -> Path:
-    """Return a folder itself (see `is_local`), or the local copy of a hub name."""
+    """Return a local folder (see `is_local`), or download a hub name and return its copy."""
     folder = Path(folder_or_name)
     if is_local(folder):
         inner = folder / "model"
@@ -69,9 +68,9 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
 
 
 def hub_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Pop the options of the hub from transformers' options."""
+    """Pop private options and hub options from `options`; return the hub options."""
     hub = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
-    # Auto classes of transformers add private options.
+    # transformers' Auto classes add private options.
     for name in [name for name in options if name.startswith("_")]:
         del options[name]
     return {name: value for name, value in hub.items() if value is not None}

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from vlp.models.config import ModelConfig
-from vlp.models.cross_encoder import StreamEncodings, encodings_by_module
+from vlp.models.cross_encoder import create_stream_encoding, encodings_by_module
 from vlp.models.image_encoder import ImageEncoder
 from vlp.models.vlp import VLPModel
 from vlp.positions import PositionEncoding, acts_on_tokens
 from vlp.positions.carry_over import Grid, carry_over
 
-# Names of the lists of encodings in a model.
+# Names of the module lists of encodings in a model.
 ENCODINGS = (
     r"(?:cross_encoder\.(?:layers\.\d+\.(?:cross_)?attention\.)?"
     r"|image_encoder\.vit\.(?:blocks\.\d+\.attn\.)?)positions"
@@ -29,60 +28,48 @@ _CROSS_LAYERS = "cross_encoder.layers.*.attention.positions"
 _TOWER = "image_encoder.vit.positions"
 _TOWER_LAYERS = "image_encoder.vit.blocks.*.attn.positions"
 
-# Names of the encodings in each list, `*` standing for every layer.
+# Encodings by the module list that holds them (`_TOWER_LAYERS`, ...); `*` stands for every layer.
 Lists = Mapping[str, tuple[str, ...]]
 
-
-class ResizedTables(NamedTuple):
-    """Weights by this model's names (`state`), and names of resized and unused tables."""
-
-    state: dict[str, Tensor]
-    resized: list[str]
-    unused: list[str]
-
-
-class _Trained(NamedTuple):
-    """An encoding trained on another grid: path of this model's, trained module, and name."""
-
-    path: str
-    name: str
-    module: nn.Module
-    grid: Grid
-    trained_grid: Grid
+# An encoding trained on another grid: its path in this model, its name and stream for messages, the
+# trained module, this model's grid, and the trained grid.
+Trained = tuple[str, str, nn.Module, Grid, Grid]
 
 
 def carry_encodings(
     model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]
-) -> ResizedTables:
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Match the weights of a trained model to this model's encodings by name.
 
-    Tables of another grid are resized where the encoding allows it; tables between both streams of
-    another number of groups are left out.
+    Returns weights by this model's names, names of resized tables, and unused source names.
+    Tables of another grid are resized where the encoding allows it; cross-attention tables of
+    another number of channel groups are left out.
     """
-    # Modules are numbered in the order of `cross.position` and `image.positions`, so that numbers
-    # alone do not identify a table.
+    # Modules are numbered in the order of `cross.position` and `image.positions`, so a number
+    # alone does not identify an encoding.
     theirs, ours = _lists(trained), _lists(model.config)
     model_state = model.state_dict()
-    regrouped = trained.cross.anchor.groups != model.config.cross.anchor.groups
+    groups_differ = trained.cross.anchor.groups != model.config.cross.anchor.groups
     carried: dict[str, Tensor] = {}
     unused: list[str] = []
     for name, tensor in state.items():
         target = _target(name, theirs, ours)
-        grouped = regrouped and ".cross_attention." in name
-        if target is not None and (
-            not _NAME.fullmatch(name)
-            or (
-                target in model_state
-                and not (grouped and tensor.shape != model_state[target].shape)
-            )
-        ):
-            carried[target] = tensor
-        else:
+        if target is None:
             unused.append(name)
+        elif not _NAME.fullmatch(name):
+            carried[target] = tensor
+        elif target not in model_state or (
+            groups_differ
+            and ".cross_attention." in name
+            and tensor.shape != model_state[target].shape
+        ):
+            unused.append(name)
+        else:
+            carried[target] = tensor
     shapes = {name: tensor.shape for name, tensor in carried.items()}
     _resize_tables(model, trained, carried)
     resized = [name for name, shape in shapes.items() if carried[name].shape != shape]
-    return ResizedTables(carried, resized, unused)
+    return carried, resized, unused
 
 
 def _lists(config: ModelConfig) -> Lists:
@@ -98,7 +85,7 @@ def _lists(config: ModelConfig) -> Lists:
 
 
 def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
-    """Return a weight's name here; None if its encoding is missing here."""
+    """Return this model's name of a weight; None if this model lacks its encoding."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -109,8 +96,8 @@ def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
 
 
 def _resize_tables(model: VLPModel, trained: ModelConfig, state: dict[str, Tensor]) -> None:
-    """Resize the encoding tables of the image tower and of both streams to the model's grids."""
-    for path, name, old, grid, trained_grid in (
+    """Resize the encoding tables in `state`, in place, to the model's grids."""
+    for path, name, trained_encoding, grid, trained_grid in (
         *_tower_encodings(model, trained),
         *_stream_encodings(model, trained),
     ):
@@ -121,12 +108,12 @@ def _resize_tables(model: VLPModel, trained: ModelConfig, state: dict[str, Tenso
         }
         encoding = model.get_submodule(path)
         assert isinstance(encoding, PositionEncoding)
-        assert isinstance(old, PositionEncoding)
-        carried = carry_over(name, encoding, old, tables, grid, trained_grid)
+        assert isinstance(trained_encoding, PositionEncoding)
+        carried = carry_over(name, encoding, trained_encoding, tables, grid, trained_grid)
         state |= {f"{path}.{part}": table for part, table in carried.items()}
 
 
-def _tower_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
+def _tower_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained]:
     """Yield the encodings of the image tower if its grid differs."""
     grids = model.config.image.tower_grid, trained.image.tower_grid
     vit = model.image_encoder.vit
@@ -144,10 +131,10 @@ def _tower_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained
     for name, paths, their_path in _common_encodings(model.config, trained, layers):
         module = tower.get_submodule(their_path)
         for path in paths:
-            yield _Trained(path, f"{name} of the image tower", module, *grids)
+            yield path, f"{name} of the image tower", module, *grids
 
 
-def _stream_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[_Trained]:
+def _stream_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained]:
     """Yield the encodings of both streams if a grid differs."""
     config = model.config
     grids = {
@@ -156,23 +143,20 @@ def _stream_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[_Traine
     }
     if all(grid == trained_grid for grid, trained_grid in grids.values()):
         return
-    streams = StreamEncodings(
-        trained.cross, trained.text.width, trained.text.max_tokens, trained.image.grid
-    )
     layers = {_CROSS: 1, _CROSS_LAYERS: len(model.cross_encoder.layers)}
     for name, paths, _ in _common_encodings(config, trained, layers):
-        encoding = streams.create(name)
+        encoding = create_stream_encoding(
+            name, trained.cross, trained.text.width, trained.text.max_tokens, trained.image.grid
+        )
         for path, stream in product(paths, grids):
             module = encoding.get_submodule(stream)
-            yield _Trained(
-                f"{path}.{stream}", f"{name} of the {stream} stream", module, *grids[stream]
-            )
+            yield f"{path}.{stream}", f"{name} of the {stream} stream", module, *grids[stream]
 
 
 def _common_encodings(
     config: ModelConfig, trained: ModelConfig, layers: Mapping[str, int]
 ) -> Iterator[tuple[str, list[str], str]]:
-    """Yield encodings of both models: name, our path in each layer, their path in the first."""
+    """Yield encodings of both models: name, our paths in all `layers`, their path in layer 0."""
     theirs, ours = _lists(trained), _lists(config)
     for pattern, count in layers.items():
         for number, encoding in enumerate(ours[pattern]):

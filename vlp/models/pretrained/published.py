@@ -47,13 +47,16 @@ _LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 
 
 def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Rename tensors to timm's names; query, key and value stacked as one."""
+    """Rename a ViT's tensors from transformers to timm; query, key and value are concatenated."""
     renamed: dict[str, Tensor] = {}
     stacks: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in state.items():
         name = re.sub(r"^(vit|deit)\.", "", key)
-        module, kind = (name, "") if name in _OUTER else _split(name)
+        module, kind = name, ""
+        if name not in _OUTER:
+            module, dot, suffix = name.rpartition(".")
+            kind = dot + suffix
         layer = _LAYER_NAME.fullmatch(module)
         if module in _OUTER:
             renamed[f"{_OUTER[module]}{kind}"] = tensor
@@ -84,12 +87,7 @@ def timm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _split(name: str) -> tuple[str, str]:
-    module, dot, kind = name.rpartition(".")
-    return module, dot + kind
-
-
-# State-dict keys in training checkpoints of other projects; the first one present counts.
+# Keys of a state dict in training checkpoints of other projects, by priority.
 KEYS = ("model", "state_dict")
 
 
@@ -99,7 +97,7 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
-        # Mapped, the momentum copies and the optimiser are never read from the disk.
+        # mmap: momentum copies and optimiser states are not read from the disk.
         loaded = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
@@ -108,7 +106,7 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
         if isinstance(error, pickle.UnpicklingError) and refused:
             raise ValueError(
                 f"{path}: refused, because it holds a pickled {refused[1]} beside its tensors and "
-                "reading that may run code; where you trust the file, save its state dict alone: "
+                "reading that may run code; if you trust the file, save its state dict alone: "
                 "torch.save(torch.load(FILE, weights_only=False)['model'], NEW_FILE)"
             ) from None
         reason = str(error).partition("\n")[0].partition(". ")[0] or "it ends too early"
@@ -117,15 +115,15 @@ def read_pth(file: str | Path) -> dict[str, Tensor]:
     if isinstance(loaded, Mapping):
         state = next((loaded[key] for key in KEYS if key in loaded), loaded)
         averaged = [key for key in loaded if str(key).endswith("_ema")]
-        # In a bare state dict it is a parameter like the others.
+        # In a bare state dict, "..._ema" would be a parameter.
         if averaged and state is not loaded:
             logger.warning("%s: its %s, averaged weights, is not read", path, averaged[0])
     if not isinstance(state, Mapping) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
         raise ValueError(
-            f"{path}: holds no state dict, neither under {' or '.join(map(repr, KEYS))} nor as "
-            "a whole"
+            f"{path}: holds no state dict, neither under {' or '.join(map(repr, KEYS))} nor at the "
+            "top"
         )
     return dict(state)
 
@@ -138,9 +136,9 @@ _LOCAL, _HUB = "local-dir:", ("hf-hub:", "hf_hub:")
 
 
 class Published(NamedTuple):
-    """Tensors under the source's names, and settings that shapes do not determine.
+    """Public weights under the source's names, and settings that their shapes do not show.
 
-    settings: a BERT's config.json; a ViT's `vit_settings` or timm network; None for a bare file.
+    settings: a BERT's config.json; a ViT's `vit_settings` or timm network; None for a single file.
     """
 
     state: dict[str, Tensor]
@@ -148,7 +146,7 @@ class Published(NamedTuple):
 
 
 def read_bert(name: str) -> Published:
-    """Read a public BERT: a folder or hub name in transformers' form, or one file."""
+    """Read a public BERT: a folder or hub name in transformers' format, or a single file."""
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
     config, weights = _find(name)
@@ -158,7 +156,7 @@ def read_bert(name: str) -> Published:
 def read_vit(name: str) -> Published:
     """Read a public ViT or DeiT in timm's names: a file, folder, hub name, or timm model name.
 
-    Folders and hub names are in timm's form (`save_for_hf`) or in that of transformers.
+    Folders and hub names are in timm's format (`save_for_hf`) or in transformers'.
     """
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
@@ -180,7 +178,7 @@ def read_vit(name: str) -> Published:
 
 
 def _pixel_statistics(images: Mapping[str, Any]) -> dict[str, Any]:
-    # Unused values are no statement; one number is that of all three channels.
+    # One number stands for all three channels.
     if not images.get("do_normalize", True):
         return {}
     values = {key: images.get(f"image_{key}") for key in ("mean", "std")}
@@ -188,7 +186,7 @@ def _pixel_statistics(images: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
-    """Return the ViT settings without effect on shapes: heads, block form, activation, epsilon."""
+    """Return a ViT's settings that shapes do not show: heads, block class, activation, epsilon."""
     if not isinstance(vit, VisionTransformer):
         raise ValueError(f"{name} is a {type(vit).__name__}, not a vision transformer")
     block: Any = vit.blocks[0]
@@ -201,7 +199,7 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
 
 
 _SETTINGS = ("num_heads", "eps", "scale", "num_prefix_tokens", "temperature", "in_pixels")
-# They compute nothing in evaluation.
+# Modules without effect in evaluation.
 _IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
 
 
@@ -209,7 +207,7 @@ def network_settings(network: nn.Module) -> dict[str, str]:
     """Return module types, heads, activations and norm epsilons of a timm model, by module name."""
     settings = {}
     for name, module in network.named_modules():
-        # A class with position encodings derives from timm's.
+        # A class of this package, with position encodings, counts as timm's class.
         bases = (base for base in type(module).__mro__ if not base.__module__.startswith("vlp."))
         kind = next(base for base in bases if "." in base.__module__)
         if kind.__name__ in _IDLE:
@@ -223,7 +221,7 @@ def network_settings(network: nn.Module) -> dict[str, str]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read a state dict from `.safetensors`, or from any file that torch wrote."""
+    """Read a state dict from `.safetensors`, or from a file of `torch.save`."""
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     if file.suffix != ".safetensors":
@@ -235,9 +233,9 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _find(name: str, optional: str | None = None) -> tuple[Path, Path]:
-    """Return configuration and weights of a folder, or of a name on the hub.
+    """Return the configuration file and weights file of a folder or hub name.
 
-    An `optional` file lies beside the configuration, if there is one.
+    optional: name of a file that is downloaded to the configuration's folder, if the hub has it.
     """
     folder = Path(name.removeprefix(_LOCAL))
     if folder.is_dir():
@@ -269,13 +267,13 @@ def _from_hub(name: str, optional: str | None) -> tuple[Path, Path]:
             try:
                 return config, Path(hf_hub_download(name, file))
             except EntryNotFoundError as error:
-                # Without a network, a name missing in the cache may still be on the hub.
                 last = error
     except Exception as error:  # of the name, the network, the service or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(
             f"cannot load {name}: no such folder here, and the hub gave none ({reason})"
         ) from error
+    # Offline, a file that is missing in the cache may exist on the hub.
     location = "in the cache" if isinstance(last, LocalEntryNotFoundError) else "on the hub"
     raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {location}")
 
@@ -298,16 +296,16 @@ def _from_timm(name: str) -> Published:
 
 
 def _network_of_folder(folder: Path) -> nn.Module:
-    """Make the timm model of a folder's configuration, without its weights."""
+    """Create the timm model of a folder's config.json on the meta device."""
     import timm
 
     config = _read_config(folder / CONFIG)
     try:
         settings = dict(config.get("pretrained_cfg") or config)
-        # That of the file itself comes first, as in timm's loader.
+        # As in timm's loader, the outer number takes precedence.
         if "num_classes" in config:
             settings["num_classes"] = config["num_classes"]
-        # Keys of other tools are not timm's; those it lacks are of timm's own configuration.
+        # Other tools add keys that timm does not know; for missing keys timm has defaults.
         keys = {field.name for field in fields(timm.models.PretrainedCfg)} & settings.keys()
         with torch.device("meta"):
             return timm.create_model(

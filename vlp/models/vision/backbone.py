@@ -1,4 +1,4 @@
-"""timm models of a configuration, with position encodings."""
+"""timm models with position encodings, and encodings for models of this package."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ from vlp.positions.options import PositionConfig
 class BackboneConfig(Config):
     """A timm vision transformer with position encodings attached."""
 
-    name: str = Field(description="of timm, or of vlp.models.vision")
-    options: Mapping[str, Any] = Field({}, description="of timm.create_model: depth, ...")
-    pretrained: bool = Field(False, description="timm's public weights")
-    absolute: Literal["keep", "drop"] = Field("keep", description="the model's own positions")
-    positions: tuple[PositionConfig, ...] = Field(
-        (), description="encodings that are attached, none or several"
-    )
+    name: str = Field(description="model name of timm or of vlp.models.vision")
+    options: Mapping[str, Any] = Field({}, description="options of timm.create_model: depth, ...")
+    pretrained: bool = Field(False, description="load timm's public weights")
+    absolute: Literal["keep", "drop"] = Field("keep", description="the model's absolute positions")
+    positions: tuple[PositionConfig, ...] = Field((), description="encodings to attach")
 
 
 def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
-    """Return a timm model with its encodings."""
-    import vlp.models.vision  # noqa: F401  # registers our names with timm
+    """Create a timm model with its encodings; `config.options` take precedence over `options`."""
+    import vlp.models.vision  # noqa: F401  # registers `vlp_*` names with timm
 
     if config.pretrained:
         check_hub()
@@ -49,7 +47,7 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
         absolute = config.absolute
         for position in config.positions:
             attach(model, position.name, position.roles, absolute, **position.options)
-            # The first encoding dropped it already.
+            # The first call has dropped them.
             absolute = "keep"
         if config.absolute == "drop" and not config.positions:
             drop_absolute(model)
@@ -68,7 +66,7 @@ def on_tokens(position: PositionConfig) -> bool:
 
 
 def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
-    """Create one encoding with the `sizes` (width, heads, grid) that it accepts."""
+    """Create one encoding; of `sizes` (width, heads, grid) it gets those that it accepts."""
     try:
         _refuse_cross_modal(position)
         options = place_roles(position.name, position.roles, position.options)
@@ -84,9 +82,9 @@ def attention_encodings(
     grid: tuple[int, int],
     causal: bool = False,
 ) -> list[PositionEncoding]:
-    """Create the `positions` that act in one self-attention layer, in order.
+    """Create those encodings in `positions` that act in a self-attention layer, in order.
 
-    grid: (rows, columns) of the tokens. causal: tokens see earlier ones only, which `cope` counts.
+    grid: (rows, columns) of the tokens. causal: tokens attend to earlier tokens only.
     """
     encodings = []
     for position in positions:
@@ -99,8 +97,8 @@ def attention_encodings(
         if causal and not encoding.causal:
             raise ConfigError(
                 f"position encoding {position.name} with {dict(position.options)} sees later "
-                "tokens, which is no use where they are to be predicted; "
-                f"{', '.join(causal_positions())} do not"
+                "tokens, which the model predicts; choose among "
+                f"{', '.join(causal_positions())}"
             )
         encodings.append(encoding)
     return encodings

@@ -1,16 +1,16 @@
 """Models with position encodings under timm names: `timm.create_model("vlp_deit_small_...")`.
 
-timm's classes with `vlp.positions.attach`, and two more options: `absolute`, "keep" or "drop" the
-model's absolute positions, and `position_options`, such as `{"shared_heads": False}`.
+timm's classes with `vlp.positions.attach` and two more options: `absolute`, "keep" or "drop", for
+the model's absolute positions, and `position_options`, such as `{"shared_heads": False}`.
 
 - `vlp_deit_{tiny,small,base}_patch16_irpe_{k,qk,qkv}_224`: iRPE's final models (section 4.3):
-  product, contextual, 50 buckets, one table for all heads, absolute positions kept. Without them
-  (rows 3-7 of Table 4): `absolute="drop"`.
+  product, contextual, 50 buckets, one table for all heads, with absolute positions;
+  `absolute="drop"` is rows 3-7 of Table 4.
 - `vlp_swin_tiny_patch4_window7_irpe_{k,qk,qkv}_224`: the same within windows, added to Swin's bias
-  (papers.md#irpe-i18); in its place: `absolute="drop"`.
+  (papers.md#irpe-i18); `absolute="drop"` removes the bias.
 - `vlp_vit_small_patch4_<variant>_32`: SaPE's models (section 5.1), ViT-S with patches of 4 on
-  images of 32 pixels. The encoding replaces absolute positions (the paper's Table 1);
-  `absolute="keep"` is its "+ APE". `learned` has absolute positions alone, the last variant none.
+  images of 32 pixels. The encoding replaces absolute positions (Table 1); `absolute="keep"` is the
+  paper's "+ APE". `learned` has absolute positions only, and `none` no positions.
 
 The first two families take public DeiT and Swin weights; encodings start at zero effect.
 """
@@ -44,8 +44,8 @@ Convert = Callable[..., dict[str, Tensor]]
 class _Model:
     """Definition of a registered model: timm class `of` with `options`, and a position encoding.
 
-    position: name, None for absolute positions alone; on: where it acts, see `attach`; absolute:
-    default for the model's absolute positions; weights: timm model with fitting public weights.
+    position: name of the encoding, or None; on: roles as of `attach`; absolute: default for the
+    model's absolute positions; weights: name of a timm model with public weights that fit.
     """
 
     of: type[VisionTransformer] | type[SwinTransformer]
@@ -106,12 +106,12 @@ def _models() -> dict[str, _Model]:
 def _build(
     model: _Model, absolute: str, position_options: Mapping[str, Any], **options: Any
 ) -> nn.Module:
-    """Create timm's class with its encoding."""
+    """Create a model of timm's class and attach its encoding."""
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if model.of is VisionTransformer:
         options.setdefault("pos_embed", "learn" if absolute == "keep" else "none")
-        # The class itself was built with absolute positions or without.
+        # `pos_embed` decides it already; `attach` has nothing to drop.
         absolute = "keep"
     network: nn.Module = model.of(**options)
     if model.position is None:
@@ -123,16 +123,20 @@ def _build(
 
 
 def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Return a checkpoint as the model loads it."""
+    """Convert a checkpoint to the model's state dict; encodings that it lacks stay initial."""
     state = state.get("state_dict", state.get("model", state))
     model_state = model.state_dict()
+    # Absolute positions, which `absolute="drop"` removes.
+    absolute = ("pos_embed", "relative_position_bias_table")
     state = {
-        name: weight for name, weight in state.items() if name in model_state or not _may_lack(name)
+        name: weight
+        for name, weight in state.items()
+        if name in model_state or name.rpartition(".")[2] not in absolute
     }
     state = convert(state, model)
     tables = {name: weight for name, weight in model_state.items() if _is_position(name)}
     loaded = {name for name in state if _is_position(name)}
-    # Public weights without any encoding take the initial tables of the model.
+    # Public weights have no encodings at all.
     if loaded and loaded != tables.keys():
         different = ", ".join(sorted(loaded ^ tables.keys())[:3])
         raise ValueError(f"encodings of checkpoint and model differ, for example in {different}")
@@ -141,11 +145,6 @@ def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[
 
 def _is_position(name: str) -> bool:
     return "positions." in name
-
-
-def _may_lack(name: str) -> bool:
-    """Return whether a weight holds absolute positions, which `absolute="drop"` removes."""
-    return name.rpartition(".")[2] in ("pos_embed", "relative_position_bias_table")
 
 
 def _create(
@@ -176,7 +175,7 @@ def _create(
 
 
 def _configurations() -> Mapping[str, Any]:
-    """Return timm's record of every model: image size and public weights."""
+    """Return timm's configuration of every model: image size, pixel statistics, weights."""
     records: dict[str, Any] = {}
     for name, model in _MODELS.items():
         if model.weights is None:
@@ -209,8 +208,8 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
 
 
 _MODELS = _models()
-default_cfgs = _configurations()  # the name by which timm finds it
-__all__: list[str] = []  # register_model fills it
+default_cfgs = _configurations()  # timm reads the module's `default_cfgs`
+__all__: list[str] = []  # `register_model` appends names
 
 for _name in _MODELS:
     globals()[_name] = register_model(_entry_point(_name))

@@ -1,4 +1,4 @@
-"""Weights of iRPE as its authors publish them, in our models."""
+"""Published weights of DeiT with iRPE, for the `vlp_deit_*` models."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ROLES = {"q": "query", "k": "key", "v": "value"}
 
 
 def load_published_irpe(model: Model, file: str | Path) -> Model:
-    """Load a published DeiT with iRPE, `deit_small_patch16_224_ctx_product_50_shared_k.pth` or so.
+    """Load a published DeiT with iRPE into its entry point, in place, and return the model.
 
-    Returns the entry point, here `vlp_deit_small_patch16_irpe_k_224` (product, contextual,
-    piecewise buckets of ratio 1.9), with every weight matched.
+    `deit_small_patch16_224_ctx_product_50_shared_k.pth` fits `vlp_deit_small_patch16_irpe_k_224`
+    (product, contextual, piecewise buckets of ratio 1.9). All weights must match.
     """
     weights = read_pth(file)
     encodings = {
@@ -38,11 +38,11 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
         for option, value in _PUBLISHED.items():
             if settings[option] != value:
                 raise ValueError(
-                    f"{file}: only contextual iRPE-product is known, whose {option} is {value!r}; "
+                    f"{file}: only contextual iRPE-product fits, where {option} is {value!r}; "
                     f"{name} has {settings[option]!r}"
                 )
-    # The authors' code looks the query table of i, j up at j, i (papers.md#irpe-i11): query tables
-    # are mirrored, except for encodings that do the same.
+    # The authors' code reads the query table of (i, j) at (j, i) (papers.md#irpe-i11): query tables
+    # are mirrored, except for encodings with `q_ids_transposed`, which do the same.
     state = from_published(
         weights, [name for name, encoding in encodings.items() if encoding.q_ids_transposed]
     )
@@ -60,12 +60,12 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
 def from_published(
     state: Mapping[str, Tensor], transposed: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Translate names and shapes of the published tables to ours; others stay as they are.
+    """Convert names and shapes of published tables; other weights are returned unchanged.
 
-    `blocks.0.attn.rpe_k.lookup_table_weight`, (1 or heads, head width, buckets), of values (1 or
-    heads, buckets, head width), becomes `blocks.0.attn.positions.0.tables.key`, buckets before
-    channels. Tables of encodings outside `transposed`, which lists paths such as
-    `blocks.0.attn.positions.0` that look queries up at j, i, are mirrored.
+    `blocks.0.attn.rpe_k.lookup_table_weight` (1 or heads, head width, buckets) becomes
+    `blocks.0.attn.positions.0.tables.key` (1 or heads, buckets, head width); tables of values have
+    the second shape already. Query tables are mirrored, except of encodings in `transposed`,
+    paths such as `blocks.0.attn.positions.0`.
     """
     renamed = {}
     for name, weight in state.items():
@@ -74,11 +74,11 @@ def from_published(
             continue
         match = _TABLE_NAME.fullmatch(name)
         if match is None or match["axis"] is not None:
-            raise ValueError(f"{name}: only tables of contextual iRPE-product are known")
+            raise ValueError(f"{name}: only tables of contextual iRPE-product are supported")
         table = weight if match["role"] == "v" else weight.transpose(1, 2)
         encoding = f"{match['layer']}positions.0"
         if match["role"] == "q" and encoding not in transposed:
-            # Offsets of j, i are the negated offsets of i, j; the prefix bucket comes last.
+            # (j, i) has the negated offsets of (i, j); the last bucket is that of prefix tokens.
             table = table.clone()
             table[:, :-1] = table[:, :-1].flip(1)
         renamed[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()

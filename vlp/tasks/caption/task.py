@@ -83,10 +83,12 @@ class CaptionTask(WritingTask):
                 self.model.text_encoder.embedding,
                 self.text.pad_id,
                 self.config.label_smoothing if self.training else 0.0,
-                places=batch.places,
+                positions=batch.places,
             )
         nats = -output.log_probability.where(batch.valid, 0)
-        hits, tokens = (part.where(batch.valid, 0).sum() for part in (output.right, output.tokens))
+        hits, tokens = (
+            part.where(batch.valid, 0).sum() for part in (output.correct, output.tokens)
+        )
         return self.step_output(
             {"words": Loss(nats.sum(), tokens)},
             statistics={"token_accuracy": hits / tokens.clamp(min=1)},

@@ -139,11 +139,11 @@ class Vqa(Distilled, WritingTask):
                 self.text.pad_id,
                 soft=soft,
                 alpha=alpha,
-                places=batch.places,
+                positions=batch.places,
             )
         mask = batch.valid[batch.owners]
         nats = -(output.log_probability * batch.shares).where(mask, 0)
-        hits, tokens = (part.where(mask, 0).sum() for part in (output.right, output.tokens))
+        hits, tokens = (part.where(mask, 0).sum() for part in (output.correct, output.tokens))
         return self.step_output(
             {"answers": Loss(nats.sum(), batch.valid.sum())},
             statistics={"token_accuracy": hits / tokens.clamp(min=1)},
