@@ -13,8 +13,11 @@ IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 
 SPLIT_NAMES = {
     "train": ("train", "training", "trainval", "restval"),
-    "val": ("val", "valid", "validation", "dev", "eval", "minival"),
-    "test": ("test", "testing", "testdev", "devtest"),
+    "val": (
+        *("val", "valid", "validation", "dev", "devel", "development", "eval", "evaluation"),
+        "minival",
+    ),
+    "test": ("test", "tests", "testing", "testdev", "devtest", "heldout", "holdout"),
 }
 
 _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words}
@@ -22,8 +25,9 @@ _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words
 
 def split_of(name: object) -> str | None:
     """Return train, val or test by the words of a name: `cc3m-train-0000.tar`, `valImages`."""
-    spaced = re.sub("(?<=[a-z])(?=[A-Z])", " ", str(name).strip())
-    words = re.split(r"(?:set|data|images)?(?:[-+=,&_./\\\s()\d]+|$)", spaced.lower())
+    spaced = re.sub("(?<=[a-z])(?=[A-Z])", " ", composed(str(name))).lower()
+    spaced = re.sub(r"(?<=held|hold)[\W_](?=out)", "", spaced)
+    words = re.split(r"(?:set|data|images?|imgs?|split)?(?:[\W\d_]+|$)", spaced)
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 
