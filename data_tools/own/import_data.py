@@ -323,6 +323,10 @@ def _say_split(dealt: Dealt, options: ImportOptions) -> None:
     how = "as the data has it" if dealt.from_data else "by the images' bytes"
     shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
     print(f"  split {how}: {shown}")
+    names = {sample.image.split for sample in dealt.samples} - {None}
+    if names and not dealt.from_data:
+        unused = ", ".join(repr(name) for name in sorted(map(str, names))[:3])
+        print(f"  split names of the data that are not used: {unused}")
     if dealt.unsplit:
         print(
             f"  {dealt.unsplit} images have no split there: they go into train, or where an image "

@@ -158,8 +158,8 @@ def require_splits(
     split_by_name = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in split_by_name.values()]
     unknown = [name for name, split in split_by_name.items() if split is None]
-    # Else images of a test set would be dealt anew; `train` alone divides nothing.
-    if unknown and splits not in ([], ["train"]):
+    # Else images of a test set, by whatever name, would be dealt anew.
+    if unknown and splits:
         count = counts[unknown[0]]
         shown = repr(unknown[0]) if count is None else f"{unknown[0]!r} ({count} images)"
         raise ConfigError(

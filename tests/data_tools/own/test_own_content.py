@@ -81,7 +81,7 @@ def _in_parts(parts):
     [
         ("folders", ["train", "extra", "test", "train"], "train and test"),
         ("column", ["train", "extra", "test", "train"], "train and test"),
-        ("column", ["test", "extra", "test", "test"], "test"),
+        ("column", ["train", "extra", "train", "train"], "train"),
     ],
 )
 def test_a_name_of_no_split_beside_splits_is_refused(by, parts, splits, tmp_path, capsys):
