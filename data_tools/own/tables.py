@@ -30,7 +30,7 @@ CAPTIONS = (
     *("caption", "captions", "text", "texts", "txt", "sentence", "sentences", "raw"),
     *("description", "descriptions", "alt_text", "alt", "comment", "title", "prompt"),
 )
-SPLITS = ("split", "set", "subset", "partition")
+SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage")
 
 # written by pandas and others for a missing caption
 _MISSING = {"", "nan", "none", "null", "<null>", "na", "<na>", "n/a", "#n/a", "\\n"}
@@ -91,7 +91,9 @@ def find_columns(
         image = binary[0]
     if image is None or not captions:
         return None
-    split = overrides.split or next((by_name[name] for name in SPLITS if name in by_name), None)
+    # An exact `split` comes first, then names like `data_split`.
+    usual = (SPLITS[0], *(name for name in by_name if "split" in name), *SPLITS[1:])
+    split = overrides.split or next((by_name[name] for name in usual if name in by_name), None)
     return Columns(image, captions, None if split in (image, *captions) else split)
 
 

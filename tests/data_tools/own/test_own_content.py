@@ -54,10 +54,11 @@ def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path):
     assert len({split for split, _ in found.values()}) == 3
 
 
-def test_given_splits_are_kept_and_no_image_is_on_two_sides(tmp_path):
+@pytest.mark.parametrize("column", ["Data Split", "Usage"])
+def test_given_splits_are_kept_and_no_image_is_on_two_sides(column, tmp_path):
     names = ["training", "dev", "TEST"]
-    table = [{**row, "Split": names[row["number"] % 3]} for row in rows()]
-    table += [{**table[0], "Split": "TEST", "caption": "seen twice"}]
+    table = [{**row, column: names[row["number"] % 3]} for row in rows()]
+    table += [{**table[0], column: "TEST", "caption": "seen twice"}]
     place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
     assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
     found = stored(tmp_path / "out")
