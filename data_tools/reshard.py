@@ -182,7 +182,8 @@ def write_shard(piece: Piece, out: Path, plan: Path) -> None:
 def _survey(shard: Shard) -> Surveyed:
     with ShardReader(shard.path) as opened:
         rows = sample_rows(opened.samples, [0] * len(opened))
-        return Surveyed(rows, numbers_of(keys_in(opened)), opened.problem)
+        problem = opened.problem or (None if len(rows) else "empty")
+        return Surveyed(rows, numbers_of(keys_in(opened)), problem)
 
 
 def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:

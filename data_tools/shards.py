@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from data_tools.executor import Executor, go_on
 from vlp.config import ConfigError
-from vlp.data.shards.index import no_shards_in
+from vlp.data.shards.index import INDEX_NAME, no_shards_in
 from vlp.data.shards.sample_files import Contents, ShardFile
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.shards.tar import Member, open_tar
 
 Result = TypeVar("Result")
@@ -65,20 +66,30 @@ class ShardReader(ShardFile):
 
 
 def shards_of(folders: Sequence[Path]) -> list[Shard]:
-    """Return every `*.tar` of the folders, in the order of the folders and of the names."""
+    """Return every `*.tar` of the folders, in the order of the folders and of the names.
+
+    Raises ConfigError where the index of a folder lists other shards.
+    """
     folders_read: set[Path] = set()
     shards: list[Shard] = []
     for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder of shards")
+        shards += tars_in(folder)
         if folder.resolve() in folders_read:
             raise ConfigError(f"{folder}: is given twice")
         folders_read.add(folder.resolve())
-        names = sorted(path.name for path in folder.glob("*.tar"))
-        if not names:
-            raise ConfigError(no_shards_in(folder))
-        shards.extend(Shard(folder, name) for name in names)
+        if (folder / INDEX_NAME).exists():
+            ShardIndex.open(folder)
     return shards
+
+
+def tars_in(folder: Path) -> list[Shard]:
+    """Return every `*.tar` of a folder in the order of the names, whatever its index lists."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder of shards")
+    names = sorted(path.name for path in folder.glob("*.tar"))
+    if not names:
+        raise ConfigError(no_shards_in(folder))
+    return [Shard(folder, name) for name in names]
 
 
 def scan(

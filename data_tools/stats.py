@@ -210,6 +210,8 @@ def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: 
         _count_images(tally, sample)
     if shard.problem:
         tally.bad["missing shard" if shard.missing else "corrupt shard"] += 1
+    elif not shard.samples:
+        tally.bad["empty shard"] += 1
     return ShardTally(tally, numbers_of(keys_in(shard)), numbers_of(names), numbers_of(words))
 
 

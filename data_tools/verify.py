@@ -27,7 +27,7 @@ from data_tools.shards import (
     repeated,
     repeated_keys,
     scan,
-    shards_of,
+    tars_in,
 )
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image, open_image
@@ -132,7 +132,7 @@ def check(
     # Where no shard is left, an index or a manifest may still say what there should be.
     listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
     if not listed or any(folder.glob("*.tar")):
-        shards = shards_of([folder])
+        shards = tars_in(folder)
     manifest, damage = read_manifest(folder)
     hashed = not quick and any(entry.sha256 for entry in manifest or ())
     work = partial(examine, quick=quick, hashed=hashed)

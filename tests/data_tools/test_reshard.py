@@ -114,13 +114,19 @@ def test_repeated_keys_are_refused_by_name(folder, tmp_path, capsys):
     assert not list(out.glob("*.tar"))
 
 
-def test_a_damaged_shard_gives_what_it_has(folder, tmp_path):
+def test_damaged_shards_are_told_and_missing_ones_refused(folder, tmp_path, capsys):
     whole = members(folder)
     cut(folder / "shard-000001.tar")
+    (folder / "shard-000003.tar").write_bytes(b"")
     out = tmp_path / "out"
     assert deal(folder, "--out", out) == 1
-    assert members(out) == whole[:11] + whole[12:]
+    assert members(out) == whole[:11] + whole[12:18]
+    assert "shard-000003.tar: empty, 0 samples before it" in capsys.readouterr().out
     assert run("verify", out) == 0
+    (folder / "shard-000003.tar").unlink()
+    for command in (("reshard", "--samples-per-shard", 9), ("stats",)):
+        assert run(*command, folder, "--out", tmp_path / command[0]) == 2
+        assert "1 of 4 shards of its index are missing, shard-000003.tar" in capsys.readouterr().err
 
 
 def test_interrupted_and_run_again(folder, tmp_path, monkeypatch):
