@@ -154,10 +154,13 @@ def compare(
     variants: dict[str, dict[str, Any]] = {}
     for spec in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
         name, *settings = spec.strip().split(":")
-        encoding: dict[str, Any] = {"name": name}
+        encoding: dict[str, Any] = {"name": name, "options": {}}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            encoding |= {key: parse_yaml(value)} if equals else {"roles": setting}
+            if equals:
+                encoding["options"][key] = parse_yaml(value)
+            else:
+                encoding["roles"] = setting
         variants[spec.strip()] = {} if name in (OWN, NONE) else encoding
     changes: dict[str, Any] = {
         "task.model.name": model,

@@ -177,7 +177,7 @@ def test_captions_and_matches_of_files(folders, files):
         ("vqa", "--shards x --out .", "is a folder"),
         ("snli_ve", "--shards unnumbered --out y", "has no pairID"),
         ("vqa", "--shards unnumbered --out y", "is no number"),
-        ("plain", "--shards unnumbered --out y", "was not fine-tuned for a task"),
+        ("plain", "--shards unnumbered --out y", "is not fine-tuned for a task"),
         ("nowhere", "--shards unnumbered --out y", "there is no model folder"),
     ],
 )
