@@ -37,7 +37,7 @@ _PAD, _CLS, _MASK = 0, 2, 4
 
 
 class StepSizes(NamedTuple):
-    """Sizes of both sides; heads have 64 channels, feed-forwards four times the width."""
+    """Sizes of both models; heads have 64 channels, feed-forwards four times the width."""
 
     width: int = 384
     image_layers: int = 6
@@ -50,13 +50,12 @@ class StepSizes(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Attention heads of every layer."""
+        """Return the attention heads of every layer."""
         return self.width // 64
 
     @property
     def vocabulary(self) -> int:
-        """Word pieces, fewer in proportion to the width."""
-        # So that the decoder's share of a step is that of width 768.
+        """Return the vocabulary size; in proportion to the width, as the decoder's cost."""
         return BERT_VOCABULARY * self.width // BERT_WIDTH
 
 
@@ -67,7 +66,7 @@ def our_config(
     layout: str = "albef",
     precision: Precision = "float32",
 ) -> PretrainConfig:
-    """Return the pretraining of equal work; with ACE-RPE, or with every loss of the default."""
+    """Return the pretraining with ALBEF's losses; ace: with ACE-RPE; every_loss: as default."""
     width, heads = sizes.width, sizes.heads
     layer = {"width": width, "heads": heads, "intermediate": 4 * width, "weights": None}
     teacher = {"queue": sizes.queue, "momentum": MOMENTUM, "warmup_steps": 0}
@@ -107,7 +106,7 @@ def our_config(
 
 
 def variants(sizes: StepSizes, precision: Precision = "float32") -> dict[str, PretrainConfig]:
-    """Return the configurations of ours by name."""
+    """Return this project's configurations by name."""
     make = partial(our_config, sizes, precision=precision)
     return {
         EQUAL: make(),
@@ -123,15 +122,14 @@ class OurStep:
     def __init__(self, config: PretrainConfig, batch: Batch, device: torch.device) -> None:
         self.trainee = Trainee(config, device)
         teacher, self.batch = self.trainee.task.teacher, batch.to(device)
-        # Every variant has one.
         assert teacher is not None
         size, width = teacher.queue.image.shape
         image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
-        # Ids that no sample has, so that no key counts as the same image.
+        # Negative ids: no key counts as the same image.
         teacher.queue.push(image, text, image_ids=-1 - torch.arange(size))
 
     def losses(self) -> dict[str, float]:
-        """Return the losses of the batch by name; nothing is trained."""
+        """Return the losses of the batch by name, without training."""
         losses = self.trainee.task(self.batch, 1).losses
         self.trainee.task.after_skip()
         return {name: float(loss) for name, loss in losses.items()}
@@ -149,8 +147,7 @@ class AlbefStep:
         torch.manual_seed(0)
         self.model = build_albef(module, sizes).train()
         self.optimiser = torch.optim.AdamW(_albef_groups(self.model), lr=1e-4)
-        # A batch of ALBEF ends at its longest text, as its tokenizer leaves it; ours has
-        # `--max-tokens`, as the loader leaves it.
+        # As in its training, ALBEF's batch is padded to the longest text, ours to `--max-tokens`.
         longest = int(batch.attention_mask.sum(1).amax())
         self.model.to(device)
         self.pixels = batch.pixels
@@ -160,13 +157,13 @@ class AlbefStep:
         )
 
     def losses(self) -> dict[str, float]:
-        """Return the losses of the batch by name; weights stay, teacher and queue move."""
+        """Return the losses of the batch by name; this updates teacher and queue, not weights."""
         names = ("mlm", "contrastive", "itm")
         losses = self.model(self.pixels, self.text, alpha=ALPHA)
         return {name: float(loss.detach()) for name, loss in zip(names, losses)}
 
     def step(self) -> float:
-        """Train once, as the loop of its `Pretrain.py` does; return the seconds."""
+        """Train one step as in ALBEF's `Pretrain.py`; return the seconds."""
 
         def work() -> None:
             self.optimiser.zero_grad()
@@ -178,12 +175,12 @@ class AlbefStep:
 
 
 def import_albef(folder: Path) -> types.ModuleType:
-    """Import `models.model_pretrain` of a checkout, with stand-ins for removed dependencies."""
+    """Import `models.model_pretrain` of a clone, with stand-ins for removed names."""
     if not (folder / "models" / "model_pretrain.py").is_file():
-        raise ConfigError(f"--albef {folder}: no models/model_pretrain.py there; clone ALBEF")
+        raise ConfigError(f"--albef {folder}: no models/model_pretrain.py; name a clone of ALBEF")
     with ExitStack() as stack:
         for module, stand_ins in STAND_INS.items():
-            # By dictionary, as a missing name cannot be patched as an attribute.
+            # The module's dictionary, as `patch.object` needs names that exist.
             names = vars(importlib.import_module(f"transformers.{module}"))
             stack.enter_context(mock.patch.dict(names, stand_ins))
         stack.enter_context(mock.patch.object(sys, "path", [str(folder), *sys.path]))
@@ -191,7 +188,7 @@ def import_albef(folder: Path) -> types.ModuleType:
 
 
 class FormerPreTrainedModel(nn.Module):
-    """Stand-in for the base class of transformers 4.8, with the methods that ALBEF's BERT calls."""
+    """Stand-in for PreTrainedModel of transformers 4.8, with the methods that ALBEF calls."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -199,16 +196,16 @@ class FormerPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, config: Any) -> FormerPreTrainedModel:
-        """Return random weights, as public ones of these sizes do not exist."""
+        """Return a model with random weights, as public weights of these sizes do not exist."""
         return cls(config)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Number format of the weights."""
+        """Return the dtype of the weights."""
         return next(self.parameters()).dtype
 
     def init_weights(self) -> None:
-        """Initialise all modules, and tie the decoder to the words as `tie_weights` did."""
+        """Initialise all modules, and tie the decoder to the word embeddings."""
         self.apply(self._init_weights)  # type: ignore[arg-type]
         decoder = getattr(self, "get_output_embeddings", None)
         if decoder is not None:
@@ -239,8 +236,8 @@ def _undocumented(*arguments: Any, **options: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
-# Names of transformers 4.8 that were removed, by module; only `apply_chunking_to_forward`, a plain
-# call, runs in a step.
+# Names that transformers removed after 4.8, by module. Only `apply_chunking_to_forward` runs in a
+# step.
 STAND_INS: dict[str, dict[str, Any]] = {
     "modeling_utils": {
         "PreTrainedModel": FormerPreTrainedModel,
@@ -253,11 +250,11 @@ STAND_INS: dict[str, dict[str, Any]] = {
 
 
 def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
-    """Make ALBEF's pretraining model with random weights, and a group of one process for it."""
+    """Build ALBEF's pretraining model with random weights, in a process group of one."""
     if not torch.distributed.is_initialized():
         address = f"tcp://127.0.0.1:{free_port()}"
         torch.distributed.init_process_group("gloo", address, rank=0, world_size=1)
-    # The sizes of its image encoder are constants in its code.
+    # ALBEF's code has constant sizes of the image encoder.
     tower = {"embed_dim": sizes.width, "depth": sizes.image_layers, "num_heads": sizes.heads}
     vision = module.VisionTransformer
 
@@ -294,20 +291,20 @@ def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
 
 
 def _albef_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return parameter groups with the weight decay of its recipe, zero for vectors."""
+    """Return parameter groups with ALBEF's weight decay, 0 for vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     vectors, others = [p for p in trained if p.ndim < 2], [p for p in trained if p.ndim > 1]
     return [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.02}]
 
 
 class Speeds(NamedTuple):
-    """Losses and seconds of timed steps by task."""
+    """Losses before training, and seconds of timed steps, by task."""
 
     losses: dict[str, dict[str, float]]
     seconds: dict[str, list[float]]
 
     def ratios(self, name: str) -> list[float]:
-        """Return a task's speed relative to ALBEF, or without it to `EQUAL`, by turns."""
+        """Return the speed of a task relative to the first task, by turn."""
         first = self.seconds[next(iter(self.seconds))]
         return [a / b for a, b in zip(first, self.seconds[name])]
 
@@ -319,7 +316,7 @@ def measure(
     device: torch.device,
     precision: Precision = "float32",
 ) -> Speeds:
-    """Time all tasks by turns, ours alone without a folder; losses are before the first step."""
+    """Time all tasks by turns; folder: clone of ALBEF; None: without ALBEF."""
     configs = variants(sizes, precision)
     batch = random_batch(configs[ALL].inputs, sizes.rows, caption_lengths(sizes.rows)).to(device)
     tasks: dict[str, OurStep | AlbefStep] = {}
@@ -332,7 +329,7 @@ def measure(
 
 
 def table(speeds: Speeds) -> str:
-    """Lay out a line a task: medians with quartiles, and the ratio to the first; then losses."""
+    """Format a row per task (medians, quartiles, ratio to the first), then the losses."""
     rows, losses = [], []
     for name, seconds in speeds.seconds.items():
         low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75))
@@ -361,14 +358,13 @@ def albef(
 ) -> None:
     """Time a pretraining step and ALBEF's own, by turns on the same random pairs.
 
-    --albef is a clone of github.com/salesforce/ALBEF; without it the steps of this project are
-    timed alone. A step is forward, backward, AdamW and the momentum teacher's update.
+    --albef is a clone of github.com/salesforce/ALBEF; without it only this project's steps are
+    timed. A step is forward, backward, AdamW and the momentum teacher's update.
 
-    "equal work" has ALBEF's losses (image-text contrast with teacher and queue, matching with hard
-    negatives, masked language modelling with the teacher's predictions), layers and layout, without
-    gradient clipping; "with ACE-RPE" adds `anchor` to the cross-attention; "all losses" adds the
-    default's objectives and clipping; "layout ace" is the default's layout, in which patches attend
-    to words, too.
+    "equal work" has ALBEF's losses (ITC with teacher and queue, ITM with hard negatives, MLM with
+    the teacher's predictions), layers and layout, without gradient clipping; "with ACE-RPE" adds
+    `anchor` to the cross-attention; "all losses" adds the default's objectives and clipping;
+    "layout ace" is the default's layout, in which patches attend to words, too.
     """
     torch_device = harness.select_device(device)
     # Freed memory is kept as in training.

@@ -41,7 +41,7 @@ OTHERS = (
 
 
 class EncodingVariant(NamedTuple):
-    """An encoding on top of `plain`, by its name or its class."""
+    """An encoding (name or class; None: no encoding) and its options."""
 
     name: str | Callable[..., PositionEncoding] | None
     options: dict[str, Any]
@@ -59,7 +59,7 @@ VARIANTS = {
 
 
 class PublishedIRPE(PositionEncoding):
-    """The published modules (`module`: their `irpe.py`) in our hooks, as in `RPEAttention`."""
+    """The published iRPE code (`module`: its `irpe.py`) in this project's hooks."""
 
     def __init__(self, width: int, heads: int, module: Any, on: str) -> None:
         super().__init__()
@@ -91,8 +91,8 @@ class PublishedIRPE(PositionEncoding):
 
 
 def published_variants(file: Path) -> dict[str, EncodingVariant]:
-    """Return variants of the published code."""
-    # Their only dependency beyond PyTorch is a dictionary with attributes.
+    """Return variants of the published iRPE code from its file `irpe.py`."""
+    # Its only dependency beyond PyTorch, a dictionary with attributes.
     sys.modules.setdefault("easydict", _easydict())
     specification = importlib.util.spec_from_file_location("irpe", file)
     assert specification is not None
@@ -116,7 +116,7 @@ def _easydict() -> ModuleType:
 
 
 class VariantTimes(NamedTuple):
-    """MACs of one image, peak bytes and seconds of each round by part, of one variant."""
+    """MACs of an image, parameters, peak bytes, and seconds of each round by part."""
 
     macs: float
     parameters: int
@@ -124,8 +124,8 @@ class VariantTimes(NamedTuple):
     seconds: dict[str, list[float]]
 
 
-def make(name: str, size: int, device: torch.device) -> nn.Module:
-    """Make one variant, with its tables filled, as they are after training."""
+def build_model(name: str, size: int, device: torch.device) -> nn.Module:
+    """Build a variant; tables are random, as they would not be zero after training."""
     torch.manual_seed(0)
     model: nn.Module = timm.create_model(MODEL, img_size=size)
     variant = VARIANTS[name]
@@ -141,11 +141,11 @@ def make(name: str, size: int, device: torch.device) -> nn.Module:
 
 
 class _Runner:
-    """Trains and runs one variant on random images."""
+    """A variant that trains and runs on random images."""
 
     def __init__(self, name: str, size: int, rows: int, device: torch.device) -> None:
         self.device = device
-        self.model = make(name, size, device)
+        self.model = build_model(name, size, device)
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.pixels = torch.randn(rows, 3, size, size, device=device)
 
@@ -169,7 +169,7 @@ class _Runner:
 
 def macs(name: str, size: int) -> float:
     """Count the multiply-accumulates of one image's forward pass."""
-    model = make(name, size, torch.device("cpu")).eval()
+    model = build_model(name, size, torch.device("cpu")).eval()
     for module in model.modules():
         if hasattr(module, "fused_attn"):
             # The counter misses the products of the CPU's fused attention.
@@ -184,15 +184,14 @@ def macs(name: str, size: int) -> float:
 def measure(
     names: Sequence[str], size: int, rows: int, rounds: int, device: torch.device
 ) -> dict[str, VariantTimes]:
-    """Measure all variants at one image size, taking turns.
+    """Measure `plain` and the variants `names` at one image size, by turns.
 
     rows: images of a batch; rounds: timed steps of each variant.
     """
-    # Ratios are to the plain model.
     names = list(dict.fromkeys(["plain", *names]))
     peaks, runners = {}, {}
     for name in names:
-        # What an earlier model left would be freed, and counted, during this one.
+        # Garbage of an earlier model would be freed, and counted, during this measurement.
         gc.collect()
         peaks[name] = harness.peak_memory(partial(_two_steps, name, size, rows, device), device)
     for name in names:
@@ -216,13 +215,13 @@ def _two_steps(name: str, size: int, rows: int, device: torch.device) -> None:
 
 
 def ratio(times: dict[str, VariantTimes], name: str, part: str) -> float:
-    """Return the throughput of a variant as a share of plain's: the median over rounds."""
+    """Return the throughput of a variant relative to `plain`, the median over rounds."""
     pairs = zip(times["plain"].seconds[part], times[name].seconds[part])
     return statistics.median(plain / variant for plain, variant in pairs)
 
 
 def table(times: dict[str, VariantTimes], rows: int) -> str:
-    """Lay out one row for each variant."""
+    """Format a table with a row per variant."""
     head = ["", "parameters", "MACs (M)", "train img/s", "of plain", "infer img/s", "of plain"]
     lines = []
     for name, variant in times.items():
@@ -243,14 +242,13 @@ def encodings(
 ) -> None:
     """Time DeiT-S with each position encoding, in bf16, as a share of the plain model's speed.
 
-    --sizes are pixels, as 224,384; --rows images are 4 on a CPU and 64 on a GPU by default; --only
-    names variants, as plain,cope. "plain" is DeiT-S with its learned absolute positions alone, on a
-    GPU with fused attention, on a CPU with explicit attention, which trains faster there ("sdpa" is
-    the fused one). Ratios are medians over rounds in which variants take turns. MACs are
-    multiply-accumulates of one image in matrix products and convolutions.
-
-    --published FILE also times the published iRPE code in the same layers: its module `irpe.py`
-    (repository microsoft/Cream, folder iRPE/DeiT-with-iRPE).
+    --sizes: pixels, such as 224,384. --rows: images of a batch, by default 4 on a CPU and 64 on a
+    GPU. --only: variants, such as plain,cope. "plain" is DeiT-S with only its learned absolute
+    positions, with fused attention on a GPU and explicit attention on a CPU, where it trains faster
+    ("sdpa": fused). Ratios are medians over rounds in which variants take turns. MACs are
+    multiply-accumulates of one image in matrix products and convolutions. --published FILE also
+    times the published iRPE code: its module `irpe.py` (repository microsoft/Cream, folder
+    iRPE/DeiT-with-iRPE).
     """
     if published is not None:
         try:

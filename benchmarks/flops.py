@@ -30,7 +30,7 @@ PAPER_PARAMETERS = {
     "cross-modal encoder": "53.3M",
     "in all": "163.7M",
 }
-# The paper tells neither image size nor text length nor counting, so several are shown.
+# The paper states neither image size, text length nor convention, so several are counted.
 PAPER_FLOPS = "the paper: 115 -> 122 GFLOPs, +6.1 %"
 
 
@@ -38,15 +38,15 @@ class LayerFlops(NamedTuple):
     """FLOPs of one part."""
 
     name: str
-    # Products with weights.
+    # Products of tokens with weights.
     layers: float = 0
-    # Of attention: queries with keys, weights with values.
+    # Products of attention: queries with keys, attention weights with values.
     products: float = 0
     elementwise: float = 0
 
     @property
     def total(self) -> float:
-        """Everything counted."""
+        """Return the FLOPs of all kinds."""
         return self.layers + self.products + self.elementwise
 
 
@@ -59,19 +59,19 @@ class Shape(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """M."""
+        """Return the number of patches M."""
         return self.grid[0] * self.grid[1]
 
 
 def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """Count the model without position encodings, FLOPs per pair."""
+    """Count the FLOPs of a pair, without position encodings."""
     text, image, cross = config.text, config.image, config.cross
     width, words, patches = text.width, shape.tokens, 1 + shape.patches
     text_layer = _layer(width, text.intermediate, words)
     image_layer = _layer(width, image.intermediate, patches)
     two_streams = cross.layout == "ace"
     output = cross.layout == "albef"
-    # Both streams run to their end, and tokens include [CLS] and padding.
+    # Both streams run in all layers; tokens include [CLS] and padding.
     streams = [(words, patches), (patches, words)] if two_streams else [(words, patches)]
     layers = products = 0.0
     for queries, keys in streams:
@@ -96,14 +96,14 @@ def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def token_projections(config: ModelConfig, shape: Shape) -> LayerFlops:
-    """Count token projections of both sides, which the contrastive token term needs, too."""
+    """Count the token projections of image and text."""
     tokens = shape.tokens + shape.patches
     return LayerFlops("token projections", 2 * tokens * config.text.width * config.embed_dim)
 
 
 def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """Count ACE-RPE as the paper does: E built for each table, direction and layer."""
-    # E = P W (Eq. 8) is (1 + M) x N x width, and summed under the attention weights (Eq. 12).
+    """Count ACE-RPE as in the paper: E is built for each table, direction and layer."""
+    # E = P W (Eq. 8) has (1 + M) x N x width entries, summed with attention weights (Eq. 12).
     cross, options = config.cross, config.cross.anchor_options
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
     times = cross.layers * (2 if cross.layout == "ace" else 1)
@@ -121,15 +121,11 @@ def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """Count ACE-RPE as ours runs, FLOPs per pair, with similarities, paths and means."""
-    # By linearity E is never built: mean(P) and sum_j a_ij P_ij are multiplied by W.
+    """Count the FLOPs of ACE-RPE in this project for a pair, with similarities and paths."""
+    # E is never built, as it is linear: mean(P) and sum_j a_ij P_ij are multiplied by W.
     cross, options = config.cross, config.cross.anchor_options
-    width, groups, patches, words = (
-        config.text.width,
-        cross.anchor.groups,
-        shape.patches,
-        shape.tokens,
-    )
+    width, groups = config.text.width, cross.anchor.groups
+    patches, words = shape.patches, shape.tokens
     channels = config.embed_dim if options.features == "projected" else width
     entries = patches * words * groups
     parts = [
@@ -168,9 +164,9 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 
 def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
-    """Count operations per entry of similarity that becomes a path (Eqs 4-7) in PyTorch."""
+    """Count the operations from a similarity to a path (Eqs 4-7), per entry."""
     reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
-    # To either side at once: a minimum of both, the length added, a minimum with the rest.
+    # Per step: minimum of both sides, addition of the length, minimum with the result.
     over_tokens = 4 if reach is None else 3 * reach
     if patches is None and anchor.metric != "euclidean":
         over_patches = 8 if anchor.metric == "manhattan" else 12
@@ -183,7 +179,7 @@ def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
 
 
 class AddedFlops(NamedTuple):
-    """GFLOPs of a pair by one convention: without ACE-RPE, with it, and what it adds in percent."""
+    """GFLOPs of a pair by one convention, without and with ACE-RPE; `added` in percent."""
 
     convention: str
     without: float
@@ -192,7 +188,7 @@ class AddedFlops(NamedTuple):
 
 
 def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
-    """Compare the paper's convention, in two readings of 'None', with ours."""
+    """Count by the paper's convention, read in two ways, and as this project runs."""
     base = base_parts(config, shape)
     layers = sum(part.layers for part in base)
     ours = [*base, token_projections(config, shape)]
@@ -208,8 +204,8 @@ def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
 
 
 def parameters(config: ModelConfig) -> dict[str, int]:
-    """Count parameters of each part, and of ACE-RPE's tables, which are in the encoder's."""
-    # Without memory for the weights.
+    """Count the parameters of each part; ACE-RPE's tables are part of the cross-modal encoder."""
+    # On `meta`, weights take no memory.
     with torch.device("meta"):
         model = VLPModel(config)
     tables = [p for name, p in model.cross_encoder.named_parameters() if "table" in name]
@@ -234,13 +230,13 @@ def _count(module: nn.Module) -> int:
 
 
 def _layer(width: int, intermediate: int, tokens: int) -> LayerFlops:
-    """Count self-attention with output projection, and feed-forward."""
+    """Count a layer of self-attention with output projection, and feed-forward."""
     weights = 4 * width**2 + 2 * width * intermediate
     return LayerFlops("", 2 * tokens * weights, _attention(tokens, tokens, width))
 
 
 def _attention(queries: int, keys: int, width: int) -> int:
-    """Count queries with keys and weights with values, over all heads."""
+    """Count the products of attention over all heads."""
     return 2 * 2 * queries * keys * width
 
 
@@ -291,7 +287,7 @@ def flops(
     ] = None,
     overrides: harness.Overrides = None,
 ) -> None:
-    """Count parameters and FLOPs of a forward pass, part by part, and what ACE-RPE adds to it."""
+    """Count parameters and FLOPs of a forward pass by part, and the share that ACE-RPE adds."""
     if overrides and config is None:
         raise ConfigError("overrides need --config")
     model = harness.load_pretraining(config, overrides).model if config else ModelConfig()

@@ -1,7 +1,7 @@
-"""Throughput of data loading (samples/s and core) compared with open_clip's loader and others.
+"""Throughput of data loading (samples/s/core) compared with open_clip's loader and others.
 
-All sides read the same samples: without `--shards` images of 500 x 375 with the spectrum of
-photographs.
+All loaders read the same samples; without `--shards`, generated images of 500 x 375 px with the
+spectrum of photographs.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ CROP = (0.9, 1.0)
 _CHUNK = 1 << 24
 
 PLAIN = AugmentConfig(randaugment=False, hflip=False, crop_scale=CROP)
-# Starts a side's endless batches.
+# Starts a loader and returns its endless batches.
 Side = Callable[[], Iterator[Any]]
 
 
 class Settings(NamedTuple):
-    """Settings that all sides of one comparison share. size: pixels; batch: samples."""
+    """Settings of all loaders of a comparison; `size` in pixels, `batch` in samples."""
 
     shards: Path
     vocabulary: Path
@@ -68,9 +68,11 @@ class Settings(NamedTuple):
 
 
 def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
-    """Yield batches of this project's loader, without masks."""
-    # Images are 8-bit levels, which training normalises on its device; with `normalised` the main
-    # process does it, for batches like open_clip's.
+    """Yield batches of this project's loader, without masks, with uint8 images.
+
+    normalised: normalise images in the main process, as open_clip's workers do; training does it on
+    its device.
+    """
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
         vocabulary=str(settings.vocabulary),
@@ -105,7 +107,7 @@ def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Ite
 
 
 def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
-    """Return the batches of open_clip and of this project for one comparison."""
+    """Return the loaders of open_clip and of this project for the comparison `row`."""
     from open_clip import get_tokenizer
     from open_clip.transform import image_transform
 
@@ -151,11 +153,11 @@ def _pillow_image(size: int) -> ImageTransform:
 def _torchvision_image(size: int) -> ImageTransform:
     transform = _resized_crop(size)
 
-    def prepared(data: bytes) -> Tensor:
+    def prepare_image(data: bytes) -> Tensor:
         coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return transform(decode_jpeg(coded, ImageReadMode.RGB))
 
-    return prepared
+    return prepare_image
 
 
 def _resized_crop(size: int) -> v2.RandomResizedCrop:
@@ -166,7 +168,7 @@ TRANSFORMS = {OURS: _our_image, "pillow": _pillow_image, "torchvision": _torchvi
 
 
 class Prepare:
-    """A sample's transforms, for the sides that take a function."""
+    """Transforms of a sample, for loaders that take a function."""
 
     def __init__(self, settings: Settings, transforms: str) -> None:
         self._text = TextProcessor.load(settings.vocabulary, TOKENS)
@@ -179,7 +181,7 @@ class Prepare:
         return tokens.text_ids[0], tokens.attention_mask[0]
 
     def __call__(self, sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Prepare `jpg` and `txt`."""
+        """Return image, ids and attention mask from `jpg` bytes and `txt`."""
         return (self.image(sample["jpg"]), *self.text(sample["txt"]))
 
 
@@ -189,7 +191,7 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 
 def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
-    """Yield batches of a DataLoader class, without end."""
+    """Yield endless batches of a DataLoader class."""
     return _endless(
         loader(
             data,
@@ -203,15 +205,15 @@ def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
 
 
 def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
-    """Yield batches of webdataset, which shuffles the shards and 1,000 samples."""
+    """Yield batches of webdataset, with shuffled shards and a shuffle buffer of 1,000 samples."""
     import webdataset
 
-    def prepared(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare_sample(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         return prepare({"jpg": sample["jpg"], "txt": sample["txt"].decode()})
 
     shards = sorted(map(str, settings.shards.glob("*.tar")))
     data = webdataset.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
-    data = data.map(prepared).batched(settings.batch, partial=False)
+    data = data.map(prepare_sample).batched(settings.batch, partial=False)
     return _endless(
         webdataset.WebLoader(
             data,
@@ -236,7 +238,7 @@ def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Itera
 
 
 def streaming_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
-    """Yield batches of MosaicML Streaming, shuffled by py1e."""
+    """Yield batches of MosaicML Streaming, shuffled by its default algorithm."""
     import streaming
 
     class StreamingSamples(streaming.StreamingDataset):
@@ -257,7 +259,7 @@ def samples_of(shards: Path) -> Iterator[dict[str, Any]]:
 
 
 def convert(shards: Path, folder: Path) -> None:
-    """Write the samples of tars in the forms of litdata and of MosaicML Streaming."""
+    """Write the samples of shards in the formats of litdata and MosaicML Streaming."""
     import streaming
     from litdata.streaming.writer import BinaryWriter
 
@@ -276,14 +278,14 @@ def convert(shards: Path, folder: Path) -> None:
 
 
 class Turn(NamedTuple):
-    """Some batches in a row: seconds of the clock, and CPU seconds of all processes."""
+    """Wall seconds of some batches, and CPU seconds of all processes."""
 
     seconds: float
     cpu: float
 
 
 class Stream:
-    """One side; its loader processes run only in its turns. start makes endless batches."""
+    """A running loader, whose processes are stopped between its turns."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         others = set(multiprocessing.active_children())
@@ -293,8 +295,7 @@ class Stream:
         self._signal(signal.SIGSTOP)
 
     def turn(self, batches: int) -> Turn:
-        """Receive some batches."""
-        # The processes of the other sides are stopped.
+        """Receive some batches and measure the time."""
         self._signal(signal.SIGCONT)
         start, cpu = time.perf_counter(), self._cpu()
         for _ in range(batches):
@@ -308,7 +309,7 @@ class Stream:
         self._signal(signal.SIGCONT)
         self._batches.close()  # type: ignore[attr-defined]
         del self._batches
-        # open_clip's processes end with the last reference to their loader.
+        # open_clip's processes end when their loader is freed.
         gc.collect()
         for worker in self._workers:
             worker.join(timeout=10)
@@ -318,32 +319,31 @@ class Stream:
             os.kill(worker.pid, number)  # type: ignore[arg-type]  # it was started
 
     def _cpu(self) -> float:
-        # CPU time, as the machine has other work.
-        used = time.process_time()
+        seconds = time.process_time()
         for worker in self._workers:
-            # After the name in brackets: state, ..., user and system time as numbers 14 and 15.
+            # Fields 14 and 15 of the file, user and system time; the split leaves out pid and name.
             fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
-            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return used
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return seconds
 
 
 class LoaderTurns(NamedTuple):
-    """One side: samples of a turn, and its turns."""
+    """Turns of a loader, and samples per turn."""
 
     samples: int
     turns: list[Turn]
 
     @property
     def rate(self) -> float:
-        """Samples a second."""
+        """Return the median samples/s."""
         return self.samples / statistics.median(turn.seconds for turn in self.turns)
 
 
 def take_turns(
     sides: Mapping[str, Side], batches: int, samples: int, rounds: int, cores: int
 ) -> dict[str, LoaderTurns]:
-    """Start every side and let them receive batches in turn, the first round uncounted."""
-    # As many cores as loader processes, shared by all sides; each process computes in one thread.
+    """Start all loaders and measure them by turns, after a round of warm-up."""
+    # All loaders share as many cores as a loader has processes; a process has one thread.
     all_cores = sorted(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     os.sched_setaffinity(0, all_cores[:cores])
@@ -378,7 +378,7 @@ def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 1
 
 
 def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
-    """Draw noise with an amplitude of 1/frequency, as in photographs, and similar channels."""
+    """Return a JPEG of noise with amplitude 1/frequency and similar channels, as photographs."""
     across, down = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
     frequency = np.maximum(np.hypot(across, down), 1 / width)
     noise = np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency
@@ -391,16 +391,16 @@ def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def check_shards(shards: Path, batch: int, workers: int) -> None:
-    """Check that each loader would yield a batch."""
+    """Raise ConfigError if a loader could not yield a batch of these shards."""
     index = ShardIndex.open(shards)
     paths = sorted(shards.glob("*.tar"))
     if len(paths) < workers:
-        raise ConfigError(f"{shards}: {workers} workers need as many shards")
+        raise ConfigError(f"{shards}: {len(paths)} shards are too few for {workers} workers")
     if len(index) < 2 * batch * workers:
         raise ConfigError(f"{shards}: {len(index)} samples are too few for batches of {batch}")
     with tarfile.open(paths[0]) as archive:
         if not any(name.endswith(".txt") for name in archive.getnames()):
-            raise ConfigError(f"{paths[0]}: open_clip reads captions from KEY.txt, there is none")
+            raise ConfigError(f"{paths[0]}: no KEY.txt, from which open_clip reads captions")
 
 
 def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
@@ -415,7 +415,7 @@ def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
 
 
 def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, Side]:
-    """Return the batches of this project and of libraries that take functions."""
+    """Return the loaders of this project and of libraries that take a function."""
     prepare = Prepare(settings, transforms)
     return {
         OURS: partial(our_batches, settings, PLAIN, False),
@@ -426,42 +426,43 @@ def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, S
 
 
 def ratios(turns: dict[str, LoaderTurns], name: str, reference: str) -> list[float]:
-    """Return a side's samples per CPU second relative to another's, by rounds."""
+    """Return for each round a loader's samples per CPU second relative to the reference's."""
     return [b.cpu / a.cpu for b, a in zip(turns[reference].turns, turns[name].turns)]
 
 
 def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str, LoaderTurns]:
-    """Time all sides of one comparison by turns of one pass over the shards."""
+    """Measure all loaders by turns; a turn is a pass over the shards."""
     batches = len(ShardIndex.open(settings.shards)) // settings.batch
     return take_turns(sides, batches, batches * settings.batch, rounds, settings.workers)
 
 
 def report(title: str, turns: dict[str, LoaderTurns], workers: int) -> None:
-    """Print a line for each side, then its figures; ratios are to the first side."""
+    """Print a table with a row per loader, then the figures; ratios are to the first loader."""
     rows, figures, first = [], [], next(iter(turns))
-    for name, side in turns.items():
-        side_ratios = ratios(turns, name, first)
-        low, middle, high = np.quantile(side_ratios, (0.25, 0.5, 0.75))
-        milliseconds = 1000 * statistics.median(turn.cpu for turn in side.turns) / side.samples
-        numbers = [side.rate / workers, milliseconds, middle, low, high]
+    for name, loader_turns in turns.items():
+        loader_ratios = ratios(turns, name, first)
+        low, middle, high = np.quantile(loader_ratios, (0.25, 0.5, 0.75))
+        cpu_seconds = statistics.median(turn.cpu for turn in loader_turns.turns)
+        rate, milliseconds = loader_turns.rate / workers, 1000 * cpu_seconds / loader_turns.samples
+        numbers = [rate, milliseconds, middle, low, high]
         rows.append([name, str(workers), *(f"{number:.2f}" for number in numbers)])
         prefix = f"loader/{title}/{workers}_workers/{name}"
-        figures.append(Figure(f"{prefix}/rate", side.rate / workers, "samples/s/core"))
-        figures.append(Figure(f"{prefix}/ratio", statistics.median(side_ratios), "x"))
+        figures.append(Figure(f"{prefix}/rate", rate, "samples/s/core"))
+        figures.append(Figure(f"{prefix}/ratio", statistics.median(loader_ratios), "x"))
     head = [title, "workers", "samples/s/core", "CPU ms/sample", f"times {first}"]
     print(harness.table([*head, "quartiles", ""], rows), end="\n\n", flush=True)
     harness.print_figures(figures, torch.device("cpu"))
 
 
 @contextmanager
-def prepared(
+def prepare_settings(
     shards: Path | None, samples: int, size: int, batch: int, workers: int
 ) -> Iterator[tuple[Settings, Path]]:
-    """Yield settings with shards and a vocabulary, and a folder that is deleted afterwards."""
+    """Yield settings with shards and a vocabulary, and a temporary folder."""
     if not hasattr(os, "sched_setaffinity") or not Path("/proc/self/stat").exists():
         raise ConfigError("this benchmark pins processes to cores and reads /proc: it needs Linux")
-    if workers > len(os.sched_getaffinity(0)):
-        raise ConfigError(f"--workers {workers}: there are fewer cores")
+    if workers > (cores := len(os.sched_getaffinity(0))):
+        raise ConfigError(f"--workers {workers}: the machine has {cores} cores")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if shards is None:
@@ -488,15 +489,14 @@ def loader(
     rounds: int = 7,
     row: Literal["pillow", "equal", "best"] = "equal",
 ) -> None:
-    """Time this loader and open_clip's own training code, unchanged, on the same shards.
+    """Time this loader and open_clip's training code, unchanged, on the same shards.
 
-    Rows: "pillow" makes the very same Pillow calls on both sides (decode, squash bicubic,
-    normalise); "equal" the same operations, each side by its own code (decode, random crop of
-    0.9..1 of the area, bicubic, normalise), with the same tokenizer; "best" is each side as it
-    ships: ours with quick decoding and 8-bit levels, and once more with RandAugment(2, 7). The
-    batch is a multiple of 8.
+    --row pillow: both make the same Pillow calls (decode, resize to a square, bicubic, normalise).
+    equal: both do the same operations by their own code (decode, random crop of 0.9..1 of the area,
+    bicubic, normalise), with the same tokenizer. best: both as shipped, ours with quick decoding
+    and uint8 images, without and with RandAugment(2, 7). --batch is a multiple of 8.
     """
-    with prepared(shards, samples, size, batch, workers) as (settings, _):
+    with prepare_settings(shards, samples, size, batch, workers) as (settings, _):
         report(row, measure(open_clip_sides(row, settings), settings, rounds), workers)
 
 
@@ -511,10 +511,10 @@ def loader_peers(
     """Time this loader, webdataset, litdata and MosaicML Streaming.
 
     All have the same transforms (decode, random crop of 0.9..1 of the area, bicubic, tokens) and
-    end with the same uint8 batches. --transforms is the code of the peers' transforms. Ratios are
-    of a peer to ours.
+    yield the same uint8 batches. --transforms is the code that the peers' transforms use. Ratios
+    are of a peer to ours.
     """
-    with prepared(shards, samples, size, batch, 1) as (settings, folder):
+    with prepare_settings(shards, samples, size, batch, 1) as (settings, folder):
         os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder)  # of litdata
         convert(settings.shards, folder)
         sides = peer_sides(folder, transforms, settings)

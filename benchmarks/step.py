@@ -30,22 +30,25 @@ from vlp.training.optimiser import build_adamw
 RANGES = ("pass/", "anchor/")
 WARM_UP = 3
 WITH, WITHOUT = "with ACE-RPE", "without"
-# Keys of the teacher's queue in `overhead`; a longer one makes the shares smaller.
+# Keys of the teacher's queue in `overhead`; a longer queue makes the shares smaller.
 QUEUE = 1024
-# Gamma distribution of the tokens of COCO's captions (bert-base-uncased, [CLS] and [SEP] counted):
-# mean 14.0, deviation 3.0, least 9, 5 % above 19 (795 captions).
+# Gamma distribution of the tokens of COCO's captions (bert-base-uncased, with [CLS] and [SEP]):
+# mean 14.0, standard deviation 3.0, minimum 9, 5 % above 19 (795 captions).
 SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
 _CLS = 2
 
 
 def caption_lengths(rows: int, seed: int = 0) -> list[int]:
-    """Draw words of captions, [CLS] and [SEP] not counted, as long as COCO's."""
+    """Draw caption lengths of COCO's distribution, in tokens without [CLS] and [SEP]."""
     lengths = SHORTEST + np.random.default_rng(seed).gamma(SHAPE, SCALE, rows)
     return (lengths.astype(int) - 2).tolist()
 
 
 def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
-    """Create random pairs with `words` words, for all rows or each, masked as the inputs."""
+    """Create a batch of random pairs; `words` is the number of words, one or per row.
+
+    Tokens and patches are masked as `inputs` configures.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -86,7 +89,7 @@ class Trainee:
     ) -> None:
         training = config.training
         torch.manual_seed(training.seed)
-        # Log lines, and the statistics for them, are due at step 0 and every `log_every` steps.
+        # A large `log_every`: no step computes the statistics of a log line.
         self.task = Pretraining(
             config.model, config.objectives, "", training.precision, log_every=1_000_000
         ).to(device)
@@ -96,25 +99,25 @@ class Trainee:
         self.device, self.steps = device, 0
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Train on `batch` once; return the seconds of forward, backward, optimiser and step."""
+        """Train one step on `batch`; return the seconds of forward, backward, optimiser, step."""
         self.steps += 1
         seconds: dict[str, float] = {}
 
-        def timed(name: str, part: Callable[[], Any]) -> Any:
+        def time_part(name: str, part: Callable[[], Any]) -> Any:
             started = time.perf_counter()
             result = part()
             harness.synchronize(self.device)
             seconds[name] = time.perf_counter() - started
             return result
 
-        output = timed("forward", lambda: self.task(batch, self.steps))
-        timed("backward", output.loss.backward)
-        timed("optimiser", self._update)
+        output = time_part("forward", lambda: self.task(batch, self.steps))
+        time_part("backward", output.loss.backward)
+        time_part("optimiser", self._update)
         seconds["step"] = sum(seconds.values())
         return seconds
 
     def run(self, batch: Batch, steps: int) -> float:
-        """Train `steps` times on `batch`, wait for the device, and return the seconds of a step."""
+        """Train `steps` steps on `batch`; return the seconds of a step."""
 
         def work() -> None:
             for _ in range(steps):
@@ -133,12 +136,12 @@ class Trainee:
 
 
 def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each part over timed steps."""
+    """Return the median seconds of each part."""
     return {part: statistics.median(step[part] for step in steps) for part in steps[0]}
 
 
 def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
-    """Measure each named range of the forward pass: median seconds over profiled steps."""
+    """Return the median seconds of each named range of the forward pass over profiled steps."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(steps):
         with profile(activities=harness.activities(trainee.device)) as profiler:
@@ -147,23 +150,23 @@ def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
         for event in profiler.profiler.kineto_results.events():
             if event.name().startswith(RANGES):
                 ranges[event.name()][str(event.device_type())] += event.duration_ns()
-        # On a GPU, the CPU's span and the GPU's.
+        # On a GPU, ranges have a CPU and a GPU time: the longer counts.
         for name, spans in ranges.items():
             seconds[name].append(max(spans.values()) / 1e9)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 class Overhead(NamedTuple):
-    """Medians in seconds by variant and part, and the shares that ACE-RPE adds."""
+    """Times and peak memory with and without ACE-RPE, and the shares that it adds."""
 
-    # Forward, backward, optimiser and step of timed steps.
+    # Median seconds of forward, backward, optimiser and step, by part and variant.
     parts: dict[str, dict[str, float]]
-    # Ranges of profiled steps, with the profiler's cost.
+    # Median seconds of ranges of profiled steps, with the profiler's cost.
     passes: dict[str, dict[str, float]]
-    # Added share of the step, with its 95 % interval.
+    # Added share of the step's time, with its 95 % interval.
     time: float
     interval: tuple[float, float]
-    # Bytes by variant, and their added share.
+    # Peak bytes by variant, and the added share.
     peak: dict[str, int]
     memory: float
 
@@ -195,27 +198,27 @@ def measure_overhead(
     device: torch.device,
     profiled_steps: int = 3,
 ) -> Overhead:
-    """Run the benchmark on a configuration with ACE-RPE.
+    """Measure time and peak memory of a configuration with and without ACE-RPE.
 
-    words: of every text, fewer where they do not fit; profiled_steps: of each variant, for passes.
+    words: of every text, at most as many as fit; profiled_steps: of each variant, for `passes`.
     """
     configs = variants(config)
     batch = random_batch(config.inputs, rows, words).to(device)
     makers = {name: partial(Trainee, c, device) for name, c in configs.items()}
     peak = {}
     for name, make in makers.items():
-        # What an earlier task left would be freed, and counted, during this one.
+        # Garbage of an earlier task would be freed, and counted, during this measurement.
         gc.collect()
         peak[name] = harness.peak_memory(partial(two_steps, make, batch), device)
     trainees = {name: make() for name, make in makers.items()}
     turns = {name: partial(trainee.step, batch) for name, trainee in trainees.items()}
-    timed = harness.interleave(turns, steps, WARM_UP)
-    medians = {name: median_parts(part_seconds) for name, part_seconds in timed.items()}
+    runs_by_name = harness.interleave(turns, steps, WARM_UP)
+    medians = {name: median_parts(part_seconds) for name, part_seconds in runs_by_name.items()}
     passes: dict[str, dict[str, float]] = defaultdict(dict)
     for name, trainee in trainees.items():
         for part, seconds in pass_times(trainee, batch, profiled_steps).items():
             passes[part][name] = seconds
-    whole = {name: np.array([run["step"] for run in runs]) for name, runs in timed.items()}
+    whole = {name: np.array([run["step"] for run in runs]) for name, runs in runs_by_name.items()}
     added, interval = added_share(whole[WITH], whole[WITHOUT])
     return Overhead(
         parts={part: {name: medians[name][part] for name in medians} for part in medians[WITH]},
@@ -233,8 +236,8 @@ def added_share(
     resamples: int = 2000,
     seed: int = 0,
 ) -> tuple[float, tuple[float, float]]:
-    """Compute the added share from steps that took turns, and its 95 % bootstrap interval."""
-    # The median of the ratios of neighbouring steps: a slow moment hits both of a pair.
+    """Compute the added share of times measured by turns, and its 95 % bootstrap interval."""
+    # The median of ratios of neighbouring steps, as a slow moment of the machine affects both.
     ratios = with_it / without
     resampled = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
     low, high = percentile_interval(np.median(ratios[resampled], axis=1))
@@ -244,13 +247,13 @@ def added_share(
 def two_steps(make: Callable[[], Trainee], batch: Batch) -> None:
     """Build a task and train it for two steps."""
     trainee = make()
-    # The second step has the optimiser's state in memory.
+    # In the second step, the optimiser's state is in memory.
     for _ in range(2):
         trainee.step(batch)
 
 
 def overhead_table(result: Overhead) -> str:
-    """Lay out parts and passes in milliseconds, and peak memory in MiB."""
+    """Format a table of parts and passes in milliseconds, and peak memory in MiB."""
     step = result.parts["step"][WITHOUT]
 
     def row(name: str, values: dict[str, float]) -> list[str]:
@@ -279,7 +282,7 @@ def overhead(
     device: harness.Device = None,
     overrides: harness.Overrides = None,
 ) -> None:
-    """Time the parts of a pretraining step, by turns with and without ACE-RPE, and peak memory.
+    """Measure time and peak memory of a pretraining step with and without ACE-RPE, by turns.
 
     --rows is 16 on a CPU and 64 on a GPU by default. Public weights are not loaded and the
     teacher's queue is short, which makes the shares larger. Whole steps are timed without a
@@ -287,7 +290,7 @@ def overhead(
     sum of live tensors, weights and optimiser state included.
     """
     torch_device = harness.select_device(device)
-    # As in training: mapping freed memory anew costs more than ACE-RPE.
+    # As in training; mapping memory again would cost more than ACE-RPE.
     if torch_device.type == "cpu":
         keep_freed_memory()
     rows = rows or (64 if torch_device.type == "cuda" else 16)

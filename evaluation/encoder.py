@@ -116,7 +116,7 @@ class Collection(NamedTuple):
                 images[text] = owners
             for owner in owners:
                 of_image[owner] += equal
-        return _padded(images), _padded(map(sorted, of_image))
+        return _pad_rows(images), _pad_rows(map(sorted, of_image))
 
     @property
     def copies(self) -> int:
@@ -125,7 +125,7 @@ class Collection(NamedTuple):
         return len(digests) - len(set(digests))
 
 
-def _padded(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+def _pad_rows(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
     padded = list(zip_longest(*rows, fillvalue=PADDING))
     return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
 

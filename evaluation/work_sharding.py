@@ -87,7 +87,7 @@ def evaluating(
 
 @contextmanager
 def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
-    """Compute in a precision; None: on a GPU with bf16 autocast to it and TF32, else float32."""
+    """Compute in a precision; None: bf16 autocast and TF32 on a GPU with bf16, else float32."""
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):
             yield

@@ -105,8 +105,8 @@ class TableConfig(Config):
 class AblationConfig(Config):
     """A grid of variants and seeds, the evaluation of its models, and tables.
 
-    Models are evaluated by one of `scenes`, `measured` and `fine_tuned`, or else are vision models,
-    of which `frozen` trains the last blocks alone.
+    `scenes`, `measured` or `fine_tuned` sets the evaluation of image-text models; without them,
+    models are vision models, of which `frozen` trains only the last blocks.
     """
 
     output: LocalPath = Field(description="folder of runs, figures and report")

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from data_tools.executor import Executor, go_on
 from evaluation.ablations.config import AblationConfig
-from evaluation.vision.frozen import FrozenConfig, fit, stored_tokens
+from evaluation.vision.frozen import FrozenConfig, fit, load_tokens
 from vlp.config import ConfigError, load_config, parse_yaml, read_values, save_config
 from vlp.io import parse_json, write_json
 from vlp.signals import end_with_parent
@@ -139,7 +139,7 @@ def run_ablation(
         if step.makes is None or not Path(step.makes).exists():
             say(f"vlp {step.run}")
             log = Path(config.output) / f"prepare-{number}.log"
-            run_logged([*VLP, *shlex.split(step.run)], log, os.cpu_count() or 1)
+            run_with_log([*VLP, *shlex.split(step.run)], log, os.cpu_count() or 1)
     if config.frozen is not None:
         _train_frozen(runs, config, config.frozen, say)
     else:
@@ -182,7 +182,7 @@ def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
     try:
         # A training writes the model folder last: without it, the training resumes.
         if not (run.folder / "model").is_dir():
-            run_logged(run.command, run.folder.with_suffix(".log"), threads)
+            run_with_log(run.command, run.folder.with_suffix(".log"), threads)
         write_json(run.folder / RESULT, evaluate(run.folder, threads), indent=1)
     except Exception as error:
         error.add_note(f"This was {run.name}, in {run.folder}.")
@@ -201,13 +201,13 @@ def _train_frozen(
         if not isinstance(training, VisionConfig):
             raise ConfigError(f"frozen: {run.config} is no training of a vision model")
         file = Path(config.output) / "tokens.safetensors"
-        figures = fit(training, frozen, stored_tokens(file, training, frozen, config.limit))
+        figures = fit(training, frozen, load_tokens(file, training, frozen, config.limit))
         save_config(training, run.folder / "config.yaml")
         write_json(run.folder / RESULT, {"evaluation": evaluation, "figures": figures}, indent=1)
         say(f"  {number}/{len(todo)} {run.name}")
 
 
-def run_logged(command: Sequence[str], log: Path, threads: int) -> None:
+def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:
     """Run a command with its output in `log`, and terminate it if the caller is interrupted."""
     log.parent.mkdir(parents=True, exist_ok=True)
     # In a checkout, the command imports the modules of the checkout, too.

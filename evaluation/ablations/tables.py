@@ -89,7 +89,7 @@ def paired_tests(
     """
     lines = []
     for row in table.rows:
-        for head, names in _tested(table).items():
+        for head, names in _tested_figures(table).items():
             if not _has_view(row, names) or (
                 row.view == "image" and row.variant == table.reference
             ):
@@ -171,17 +171,17 @@ def holm(p: Sequence[float]) -> list[float]:
     # The i-th smallest of m is multiplied by m - i + 1; then p is made non-decreasing, at most 1.
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
-    adjusted = np.empty_like(values)
+    holm_p = np.empty_like(values)
     factors = np.arange(len(values), 0, -1)
-    adjusted[order] = np.minimum(1, np.maximum.accumulate(factors * values[order]))
-    return [float(value) for value in adjusted]
+    holm_p[order] = np.minimum(1, np.maximum.accumulate(factors * values[order]))
+    return [float(value) for value in holm_p]
 
 
 def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = None) -> Table:
     """Lay out means, differences from the reference, and the paper's figures."""
     tests = paired_tests(table, figures, output)
     by_cell = tests.set_index(["row", "figure"])
-    tested = _tested(table)
+    tested = _tested_figures(table)
     rows: list[list[str]] = []
     for row in table.rows:
         cells = [row.label]
@@ -204,7 +204,7 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
     return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
 
 
-def _tested(table: TableConfig) -> dict[str, Sequence[str]]:
+def _tested_figures(table: TableConfig) -> dict[str, Sequence[str]]:
     head, name = next(iter(table.figures.items()))
     return dict(table.tested) or {head: [name]}
 

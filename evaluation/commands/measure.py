@@ -55,7 +55,7 @@ Out = Annotated[
         "RUN/evaluation/model, of a hub name evaluation/OWNER--NAME",
     ),
 ]
-Listed = Annotated[
+ListCount = Annotated[
     int, Option("--list", metavar="N", help="print N pairs of each kind, to read by hand")
 ]
 _SUITE_FIELDS = {"task", "shards", "name", "model"}
@@ -70,7 +70,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         workers: int | None,
         device: str | None,
         out: Path | None,
-        listed: int = 0,
+        list_count: int = 0,
         **values: Any,
     ) -> None:
         from evaluation.suite.suite import model_of, run_job
@@ -82,10 +82,10 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         settings = validate({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
         result = run_job(settings, model_of(settings, model), device, workers, progress=True)
         if first_rank():
-            if listed:
+            if list_count:
                 from evaluation.probes.foils import examples
 
-                print(*examples(result, listed), sep="\n")
+                print(*examples(result, list_count), sep="\n")
             print(result.table().text())
             print(f"\nwritten to {result.save(out or results_folder(model))}")
 
@@ -129,7 +129,7 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
         names = [f"--{name}"] if annotation is bool else []
         yield name, Annotated[annotation, Option(*names, **options)], default
     if kind == "foils":
-        yield "listed", Listed, 0
+        yield "list_count", ListCount, 0
     yield "workers", Workers, None
     yield "device", Device, None
     yield "out", Out, None

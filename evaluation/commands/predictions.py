@@ -60,8 +60,8 @@ def predict(
 
     Shards give a file in the format of the benchmark's server (official), or with a JSON object a
     sample (jsonl). Image files and a text print the label, answer or caption with its probability.
-    A folder that was not fine-tuned for a task chooses boxes of expressions, or says whether text
-    and image match.
+    A model without a task selects boxes of referring expressions, or prints whether text and image
+    match.
 
     \b
       vlp evaluate predict --model runs/vqa_v2/best --shards shards/vqa/test --out results.json

@@ -173,7 +173,7 @@ def serve_app(
 
     It offers search, questions, captions, grounding and anchors, as far as the folder was
     fine-tuned for them; search needs --shards. Only this machine reaches the page, unless --host
-    says otherwise.
+    is another address.
 
     \b
       vlp app --model runs/ace/model --shards shards/scenes/val

@@ -35,7 +35,7 @@ class RetrievalEvaluation(TaskEvaluation):
         options: EvalOptions = EvalOptions(),
         **kwargs: Any,
     ) -> Result:
-        """Compute `mean` of all recalls, then each, after the task's re-ranking if it has one."""
+        """Compute recalls in both directions and their `mean`, re-ranked if the task re-ranks."""
         rerank = task.settings.rerank
         result = evaluate_retrieval(task.loaded, shards, options, rerank=rerank, **kwargs)
         stage = result.stages[-1]

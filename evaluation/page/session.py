@@ -56,8 +56,8 @@ class EncodedImage:
             raise EvaluationError("choose an image first")
         self._loaded, self._device = loaded, device
         # A JPEG is decoded at about the reduced size.
-        source = image if isinstance(image, Image.Image) else _uploaded(Path(image), min_side)
-        self.image = _reduced(upright_rgb(source), min_side)
+        source = image if isinstance(image, Image.Image) else _read_upload(Path(image), min_side)
+        self.image = _reduce(upright_rgb(source), min_side)
 
     @cached_property
     def features(self) -> ImageFeatures:
@@ -131,7 +131,7 @@ class ModelSession:
             if hit.match is not None:
                 label += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
             image = gallery.image(hit.image, self._min_side).image
-            results.append(CaptionedImage(_reduced(image, self._min_side), label))
+            results.append(CaptionedImage(_reduce(image, self._min_side), label))
         return results
 
     def act(
@@ -145,14 +145,14 @@ class ModelSession:
         if len(images) != self.image_count:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} takes {count}, not {len(images)}")
-        decoded = [self._encoded(image).image for image in images]
+        decoded = [self._open_image(image).image for image in images]
         with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
             return get_evaluation(task.kind).predict_item(task, decoded, prompt, self.device)
 
     def match(self, image: ImageInput, text: str) -> list[tuple[str, float]]:
         """Return the probabilities that a text belongs to an image and that it does not."""
         self._require_match()
-        encoded, caption = self._encoded(image), _require_text(text)
+        encoded, caption = self._open_image(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
             # In float32, as maps of other tabs use the cached features, too.
             features = encoded.features
@@ -162,7 +162,7 @@ class ModelSession:
     def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and the image under the Grad-CAM map of a phrase."""
         self._require_match()
-        encoded, query = self._encoded(image), _require_text(phrase)
+        encoded, query = self._open_image(image), _require_text(phrase)
         with evaluating(self.loaded.model, self.device):
             heat = phrase_heat(self.loaded, encoded.features, query)
         plain = draw_boxes(encoded.image, side=DISPLAY_SIDE)
@@ -170,7 +170,7 @@ class ModelSession:
 
     def anchors(self, image: ImageInput, text: str) -> list[CaptionedImage]:
         """Return the image, and a map per word: share of channel groups that anchor each patch."""
-        encoded, caption = self._encoded(image), _require_text(text)
+        encoded, caption = self._open_image(image), _require_text(text)
         sample = CaptionedSample(encoded.image, [caption], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:
             maps = map_caption(self.loaded, sample, device, encoded.features)
@@ -189,7 +189,7 @@ class ModelSession:
                 f"{self.name}: {UNTRAINED_MATCH}; search and anchors need no match"
             )
 
-    def _encoded(self, image: ImageInput) -> EncodedImage:
+    def _open_image(self, image: ImageInput) -> EncodedImage:
         if isinstance(image, (str, Path)) and (file := Path(image)).is_file():
             stat = file.stat()
             return self._read(file, stat.st_mtime_ns, stat.st_size, limits())
@@ -218,7 +218,7 @@ def _require_text(text: str) -> str:
 MAX_TEXT = 100_000
 
 
-def _reduced(image: Image.Image, min_side: int) -> Image.Image:
+def _reduce(image: Image.Image, min_side: int) -> Image.Image:
     """Reduce an image to a shorter side of `min_side` pixels; return smaller ones unchanged."""
     scale = min_side / min(image.size)
     if scale >= 1:
@@ -227,7 +227,7 @@ def _reduced(image: Image.Image, min_side: int) -> Image.Image:
     return image.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=2)
 
 
-def _uploaded(file: Path, min_side: int) -> Image.Image:
+def _read_upload(file: Path, min_side: int) -> Image.Image:
     try:
         with file.open("rb") as content:
             return decode_image(content.read(MAX_IMAGE_BYTES + 1), file.name, min_side)

@@ -47,7 +47,7 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 12
         title = f"{row.caption}   (S ≥ {row.threshold:.2f})"
         line[0].set_title(title, fontsize=8, loc="left", pad=16, parse_math=False)
         for panel, word in zip(line[1:], row.words):
-            panel.imshow(overlay_anchors(row.image, word.heat, _coloured(word.boxes), SIDE))
+            panel.imshow(overlay_anchors(row.image, word.heat, _colour_boxes(word.boxes), SIDE))
             panel.set_title(word.word, fontsize=8, pad=2, parse_math=False)
     scale = figure.add_axes((0.945, 0.1, 0.01, 0.75))
     figure.colorbar(ScalarMappable(Normalize(0, 1), SHARE_COLOURS), cax=scale)
@@ -87,7 +87,7 @@ def draw_anchor_detail(
         text_style = {"transform": first.transAxes, "ha": "right", "va": "center"}
         first.text(-0.06, 0.5, textwrap.fill(word, 10), fontsize=9, parse_math=False, **text_style)
         share = detail.anchors[row].mean(0)
-        first.imshow(overlay_anchors(detail.image, share, _coloured(boxes), SIDE))
+        first.imshow(overlay_anchors(detail.image, share, _colour_boxes(boxes), SIDE))
         _draw_gradcam(second, detail, detail.gradcam[row], max_heat, boxes)
         for group, panel in enumerate(others):
             _draw_path(panel, detail, row, group, longest)
@@ -118,7 +118,7 @@ def draw_anchor_detail(
 def _draw_gradcam(
     panel: Axes, detail: AnchorDetail, heat: np.ndarray, max_heat: float, boxes: Sequence[Box] = ()
 ) -> None:
-    panel.imshow(overlay_heatmap(detail.image, heat, _coloured(boxes), SIDE, max_heat))
+    panel.imshow(overlay_heatmap(detail.image, heat, _colour_boxes(boxes), SIDE, max_heat))
     if heat.max() == 0:
         panel.text(0.5, 0.5, "no gradient", transform=panel.transAxes, ha="center", fontsize=7)
 
@@ -126,7 +126,7 @@ def _draw_gradcam(
 def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest: float) -> None:
     values = (detail.path[word, group] - 1) / (longest - 1)
     alpha = 0.75 * detail.reachable[word, group]
-    boxes = _coloured(detail.boxes[word])
+    boxes = _colour_boxes(detail.boxes[word])
     image = overlay(detail.image, values, PATH_COLOURS, alpha, boxes, SIDE)
     panel.imshow(image)
     # Patches tile the image evenly; the centre of its first pixel is at 0.
@@ -135,7 +135,7 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
     panel.scatter(columns, rows, s=5, facecolor="white", edgecolor="black", linewidth=0.5)
 
 
-def _coloured(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
+def _colour_boxes(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
     return [(box, BOX_COLOUR) for box in boxes]
 
 

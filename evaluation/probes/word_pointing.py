@@ -441,7 +441,12 @@ def _score_scenes(
             captions = torch.arange(len(scene.captions), device=device)
             pairs = PairIndices(captions, torch.full_like(captions, row))
             paths = model.anchors(images, texts, pairs)
-            sums += _path_sums(model, paths, texts).cpu()
+            assert paths is not None
+            # Clamped as where paths are computed.
+            threshold = model.anchor_threshold.clamp(min=1e-3)
+            image_path, reachable = paths.image_path[:, 1:], paths.reachable
+            path_inputs = (paths.similarity, threshold, image_path, reachable, texts.word_mask)
+            sums += anchor_sums(*path_inputs).cpu()
         maps = {}
         if controls:
             maps = {"cosine": cosine, "anchors": anchors, "centre": centre_map(grid)}
@@ -454,19 +459,6 @@ def _score_scenes(
         pieces = [loaded.text.words(caption) for caption in scene.captions]
         words += score_words(scene.index, annotation, size, pieces, cosine, anchors, grid, maps)
     return words, sums
-
-
-def _path_sums(model: VLPModel, paths: AnchorPaths | None, texts: TextFeatures) -> torch.Tensor:
-    """Sum `anchor_sums` over all captions of an image."""
-    assert paths is not None
-    return anchor_sums(
-        paths.similarity,
-        # Clamped as where paths are computed.
-        model.anchor_threshold.clamp(min=1e-3),
-        paths.image_path[:, 1:],
-        paths.reachable,
-        texts.word_mask,
-    )
 
 
 def _paths(sums: torch.Tensor) -> PathFigures | None:

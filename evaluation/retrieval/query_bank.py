@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evaluation.retrieval.rerank import similarity
 
-# Rows of either side at a time.
+# Chunk sizes, which bound the memory.
 CANDIDATES, QUERIES = 1024, 8192
 
 

@@ -108,7 +108,7 @@ def _best_positive(query: Tensor, candidate: Tensor, positives: Tensor) -> Tenso
 
 def _pack(scores: Tensor, index: Tensor) -> Tensor:
     """Return score and index as one int64 that sorts by score, then by earlier index; NaN last."""
-    # + 0.0 turns -0.0 into 0.0, which is equal to it.
+    # + 0.0 turns -0.0 into 0.0: equal scores need equal bits.
     scores = torch.where(scores.isnan(), -torch.inf, scores) + 0.0
     # Bits of negative floats are inverted to sort like integers.
     bits = scores.contiguous().view(torch.int32)
@@ -164,7 +164,7 @@ def match_pairs(
     processes = processes or ProcessGroup.current()
     sorted_indices = np.lexsort((order, group))
     ends = np.flatnonzero(np.diff(group[sorted_indices])) + 1
-    # Batches of a group are cut evenly: a last one of a few pairs would waste a call.
+    # A group is cut into batches of equal size: a last batch of a few pairs would waste a call.
     batches = [
         part
         for run in np.split(sorted_indices, ends)
@@ -192,7 +192,10 @@ def look_up(
     image: NDArray[np.int64],
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Return the values of (image, text) index pairs, which `pairs` holds; in their shape."""
+    """Return the values of index pairs (image, text), in the shape of `image`.
+
+    All these pairs are in `pairs`, and `values` (P,) are theirs; texts: number of texts.
+    """
     index = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
     return values[index]
 

@@ -196,7 +196,7 @@ class RetrievalResult(Result):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return `dual`, and what re-ranking adds: `rerank`, `match`."""
+        """Return the stages of the result: `dual`, and after re-ranking `rerank` and `match`."""
         return tuple(stage for stage in STAGES if (stage, "both", MEAN) in self.figures)
 
     def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:

@@ -91,15 +91,12 @@ class SuiteConfig(Config):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two models are called {name!r}")
-        first: dict[str, tuple[str, Job]] = {}
+        first: dict[str, tuple[str, Any]] = {}
         for entry in self.models:
             for job in entry.tasks:
-                owner, first_job = first.setdefault(job.label, (entry.name, job))
-                if (first_job.task, first_job.shards, first_job.limit) != (
-                    job.task,
-                    job.shards,
-                    job.limit,
-                ):
+                data = job.task, job.shards, job.limit
+                owner, first_data = first.setdefault(job.label, (entry.name, data))
+                if data != first_data:
                     raise ValueError(
                         f"{job.label} differs in task, shards or limit between {owner} and "
                         f"{entry.name}: give one of them another `name`"

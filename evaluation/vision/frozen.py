@@ -124,7 +124,7 @@ class Tail(nn.Module):
         return other
 
 
-def stored_tokens(
+def load_tokens(
     file: Path, config: VisionConfig, frozen: FrozenConfig, limit: int | None
 ) -> Tokens:
     """Read the outputs of the frozen blocks, or compute and store them if settings changed."""

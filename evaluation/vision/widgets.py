@@ -43,7 +43,7 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
             candidates += _generate_captions(task, block_screens, torch_device, options.precision)
             for screen in block_screens:
                 references += screen.captions.values()
-                boxes += [_rounded(screen.widgets[number].box) for number in screen.captions]
+                boxes += [_round_box(screen.widgets[number].box) for number in screen.captions]
     tokenizer: TokenizerName = "ptb" if config.java else "plain"
     scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
@@ -94,8 +94,8 @@ def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
             # Training skips the screen, too.
             continue
         for widget in screen.widgets:
-            yield _rounded(widget.box)
+            yield _round_box(widget.box)
 
 
-def _rounded(box: Sequence[float]) -> tuple[int, ...]:
+def _round_box(box: Sequence[float]) -> tuple[int, ...]:
     return tuple(round(edge * (POSITIONS - 1)) for edge in box)

@@ -82,12 +82,12 @@ class DualEncoder(Towers):
 
     def encode_images(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, rows, columns) to features (B, d)."""
-        return _pooled(self.module.get_image_features(pixel_values=pixels))
+        return _pooler_output(self.module.get_image_features(pixel_values=pixels))
 
     def encode_texts(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Encode ids (B, N) and mask (B, N) to features (B, d)."""
         masks = {} if self._reads_padding else {"attention_mask": mask.long()}
-        return _pooled(self.module.get_text_features(input_ids=ids, **masks))
+        return _pooler_output(self.module.get_text_features(input_ids=ids, **masks))
 
     @property
     def _max_tokens(self) -> int:
@@ -105,6 +105,6 @@ def files(name: str) -> list[Path]:
     return sorted(file for file in local_folder(name).iterdir() if file.is_file())
 
 
-def _pooled(out: Any) -> Tensor:
+def _pooler_output(out: Any) -> Tensor:
     feature: Tensor = getattr(out, "pooler_output", out)
     return feature

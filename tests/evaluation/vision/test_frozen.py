@@ -7,7 +7,7 @@ import yaml
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.grid import run_ablation
 from evaluation.ablations.tables import report, to_frame
-from evaluation.vision.frozen import FrozenConfig, Tail, fit, stored_tokens
+from evaluation.vision.frozen import FrozenConfig, Tail, fit, load_tokens
 from vlp.config import ConfigError, load_config
 from vlp.data.labelled_images import open_labelled
 from vlp.models.vision.backbone import create_backbone
@@ -55,7 +55,7 @@ def test_stored_outputs_and_trained_blocks_are_the_whole_model(file, tmp_path):
     config = training(file, "none")
     # The frozen blocks are pretrained; here every model begins with the same random weights.
     torch.manual_seed(0)
-    tokens = stored_tokens(tmp_path / TOKENS, config, FROZEN, 6)
+    tokens = load_tokens(tmp_path / TOKENS, config, FROZEN, 6)
     assert {part: tuple(each.shape) for part, each in tokens.by_part.items()} == {
         "train": (16, 17, 16), "8": (6, 5, 16), "16": (6, 17, 16), "24": (6, 37, 16)
     }  # fmt: skip
@@ -71,14 +71,14 @@ def test_stored_outputs_and_trained_blocks_are_the_whole_model(file, tmp_path):
         found = tail.features(tokens.by_part["train"])
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
     written = (tmp_path / TOKENS).stat().st_mtime_ns
-    stored_tokens(tmp_path / TOKENS, config, FROZEN, 6)
+    load_tokens(tmp_path / TOKENS, config, FROZEN, 6)
     assert (tmp_path / TOKENS).stat().st_mtime_ns == written
-    stored_tokens(tmp_path / TOKENS, config, FROZEN, 5)
+    load_tokens(tmp_path / TOKENS, config, FROZEN, 5)
     assert (tmp_path / TOKENS).stat().st_mtime_ns != written
 
 
 def test_runs_of_a_seed_differ_by_the_encoding_alone(file, tmp_path):
-    tokens = stored_tokens(tmp_path / TOKENS, training(file, "none"), FROZEN, 6)
+    tokens = load_tokens(tmp_path / TOKENS, training(file, "none"), FROZEN, 6)
     tails = {}
     for name in ("none", "irpe"):
         torch.manual_seed(3)
