@@ -178,6 +178,17 @@ def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Ite
     wrong.end()
 
 
+def parsed_parts(
+    parts: Iterable[Any], layout: type[AnyRow], where: str, faults: Faults
+) -> Iterator[AnyRow]:
+    """Yield the parts of a row in their layout; one that does not fit costs itself."""
+    for part in parts:
+        try:
+            yield layout.model_validate(part)
+        except ValidationError as error:
+            faults.append(Refused("part of another layout", f"{where}: {explained(error)}"))
+
+
 def explained(error: ValidationError) -> str:
     """Return the first problem of a row with its field."""
     first = error.errors()[0]

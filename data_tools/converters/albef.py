@@ -25,7 +25,7 @@ from data_tools.converters.refcoco import (
 )
 from data_tools.converters.statements import LABELS, TRUTH
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import Faults, Row, json_list, parsed
+from data_tools.rows import Faults, Row, json_list, parsed, parsed_parts
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
@@ -44,7 +44,8 @@ class AlbefRetrievalRow(Row):
     """A row of a retrieval list; training lists repeat the image, the others list captions."""
 
     image: str
-    caption: str | list[str]
+    # A bad text of a list costs itself, not its row.
+    caption: str | list[Any]
 
 
 class AlbefVqaRow(Row):
@@ -53,8 +54,12 @@ class AlbefVqaRow(Row):
     image: str
     question: str
     question_id: str | None = None
-    answer: str | list[str] | None = None
+    answer: str | list[Any] | None = None
     dataset: str = "vqa"
+
+
+class _Text(Row):
+    text: str
 
 
 class _LabelledRow(Row):
@@ -133,7 +138,7 @@ def _captioned(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     for path in paths:
         for row in parsed(json_list(path, faults), AlbefRetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
-            captions.setdefault(row.image, []).extend(texts)
+            captions.setdefault(row.image, []).extend(_texts(texts, row.image, faults))
     for image, image_captions in captions.items():
         yield _of_image(image, {"captions": image_captions})
 
@@ -155,7 +160,7 @@ def _questions(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
             if not row.question.strip():
                 faults.append(Refused("empty question", question_id))
                 continue
-            questions.setdefault(row.image, []).append(_question(question_id, row))
+            questions.setdefault(row.image, []).append(_question(question_id, row, faults))
     for image, image_questions in questions.items():
         yield _of_image(image, {"questions": [question.typed() for question in image_questions]})
 
@@ -236,10 +241,16 @@ def _labelled(
                 faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
 
 
-def _question(identifier: str, row: AlbefVqaRow) -> PlainQuestion:
+def _texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[str]:
+    parts = ({"text": value} for value in values)
+    return (part.text for part in parsed_parts(parts, _Text, where, faults))
+
+
+def _question(identifier: str, row: AlbefVqaRow, faults: Faults) -> PlainQuestion:
     if isinstance(row.answer, str):
         return lone_answer(identifier, row.question, plain_answer(row.answer))
-    return PlainQuestion(identifier, row.question, counted(row.answer or ()))
+    answers = _texts(row.answer or (), f"question {identifier}", faults)
+    return PlainQuestion(identifier, row.question, counted(answers))
 
 
 def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:

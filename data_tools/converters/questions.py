@@ -14,7 +14,16 @@ from typer import Option
 from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import Faults, Row, json_list, members, parsed, read_json, streamed_list
+from data_tools.rows import (
+    Faults,
+    Row,
+    json_list,
+    members,
+    parsed,
+    parsed_parts,
+    read_json,
+    streamed_list,
+)
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
 
@@ -60,7 +69,8 @@ class _AnswerRow(Row):
 
 class _AnnotationRow(Row):
     question_id: str
-    answers: list[_AnswerRow]
+    # A bad answer costs itself, not its question.
+    answers: list[Any]
     image_id: int | None = None
     question_type: str | None = None
     answer_type: str | None = None
@@ -83,7 +93,7 @@ class _GenomeQuestion(Row):
 
 class _GenomeImage(Row):
     id: int = Field(validation_alias=AliasChoices("id", "image_id"))
-    qas: list[_GenomeQuestion]
+    qas: list[Any]
 
 
 class _GenomeData(Row):
@@ -185,9 +195,11 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
             if row.question_id in annotations:
                 faults.append(Refused("question annotated twice", row.question_id))
             else:
+                where = f"question {row.question_id}"
+                answers = parsed_parts(row.answers, _AnswerRow, where, faults)
                 annotations[row.question_id] = AnswerSet(
                     row.image_id,
-                    counted(answer.answer for answer in row.answers),
+                    counted(answer.answer for answer in answers),
                     _interned(row.question_type),
                     _interned(row.answer_type),
                 )
@@ -232,7 +244,8 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
     question_ids: set[str] = set()
     for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
         questions = []
-        for row in image.qas:
+        where = f"Visual Genome image {image.id}"
+        for row in parsed_parts(image.qas, _GenomeQuestion, where, faults):
             if row.qa_id in question_ids:
                 faults.append(Refused("question id given twice", f"Visual Genome {row.qa_id}"))
                 continue

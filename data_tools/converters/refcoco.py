@@ -20,7 +20,17 @@ from data_tools.builder.build import (
 )
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out, Splits
-from data_tools.rows import Faults, Located, Row, SplitName, json_list, members, parsed, read_json
+from data_tools.rows import (
+    Faults,
+    Located,
+    Row,
+    SplitName,
+    json_list,
+    members,
+    parsed,
+    parsed_parts,
+    read_json,
+)
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
@@ -42,7 +52,8 @@ class _Reference(Row):
     ann_id: int
     image_id: int
     split: SplitName
-    sentences: list[_Sentence]
+    # A bad sentence costs itself, not its reference.
+    sentences: list[Any]
     category_id: int | None = None
 
 
@@ -81,10 +92,14 @@ class _DetectedBox(Row):
     box: Box
 
 
+class _Proposal(Row):
+    box: Box
+
+
 class _ScoredDetection(Row):
     sent: str
     gt_box: Box
-    pred_boxes: list[Box]
+    pred_boxes: list[Any]
     pred_boxes_img_id: list[str]
 
 
@@ -205,7 +220,9 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
             faults.append(Refused("expression without an image", str(number)))
             continue
         stem = row.pred_boxes_img_id[0].rpartition("_")[0]
-        if proposals.setdefault(stem, row.pred_boxes) != row.pred_boxes:
+        parts = ({"box": box} for box in row.pred_boxes)
+        boxes = [part.box for part in parsed_parts(parts, _Proposal, f"row {number}", faults)]
+        if proposals.setdefault(stem, boxes) != boxes:
             faults.append(Refused("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
     for stem, items in expressions.items():
@@ -251,7 +268,8 @@ def _detection(row: Any) -> Any:
 def _expressions(
     reference: _Reference, instance: _Instance, sent_ids: set[str], faults: Faults
 ) -> Iterator[Expression]:
-    for sentence in reference.sentences:
+    where = f"ref {reference.ref_id}"
+    for sentence in parsed_parts(reference.sentences, _Sentence, where, faults):
         detail = f"{sentence.sent_id} of ref {reference.ref_id}"
         if sentence.sent_id in sent_ids:
             faults.append(Refused("sent_id given twice", detail))

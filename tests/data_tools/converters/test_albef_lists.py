@@ -114,7 +114,7 @@ def test_expressions_without_boxes(shared, tmp_path, capsys):
 def test_captions_of_both_layouts(tmp_path):
     rows = [
         {"image": "flickr30k-images/7.jpg", "caption": "one", "image_id": "flickr_0"},
-        {"image": "val2014/COCO_val2014_000000000009.jpg", "caption": ["a", "b"]},
+        {"image": "val2014/COCO_val2014_000000000009.jpg", "caption": ["a", None, "b"]},
         {"image": "flickr30k-images/7.jpg", "caption": "two", "image_id": "flickr_0"},
         {"image": "/data/other/x.1.png", "caption": "three"},
     ]

@@ -387,7 +387,11 @@ CASES = {
             },
             "a.json": {
                 "annotations": [
-                    *(answered(1, 1, "a", "b", "a"), answered(1, 1, "c"), answered(3, 9, "d")),
+                    *(
+                        answered(1, 1, "a", "b", None, "a"),
+                        answered(1, 1, "c"),
+                        answered(3, 9, "d"),
+                    ),
                     *(answered(4, 1, "e"), answered(5, 1, "g"), answered(99, 1, "f")),
                 ]
             },
@@ -413,6 +417,7 @@ CASES = {
         {
             "": {
                 "row of another layout": ["RAW/q.json, questions, row 7: image_id:"],
+                "part of another layout": ["question 1: answer:"],
                 "question id given twice": ["1"],
                 "question annotated twice": ["1"],
                 "annotation without question": ["99"],
@@ -465,7 +470,7 @@ CASES = {
             "refs.p": pickle.dumps(
                 [
                     reference(1, 5, "train", (1, "the left dog"), (2, "dog")),
-                    reference(2, 5, "train", (3, "cat")),
+                    reference(2, 5, "train", (3, "cat"), (16, None)),
                     reference(3, 6, "train", (4, "man")),
                     reference(4, 5, "train", (10, "sticks out")),
                     reference(5, 5, "train", (11, "of image 6")),
@@ -520,6 +525,7 @@ CASES = {
         {
             "train": {
                 "row of another layout": ["RAW/refs.p, row 10: ann_id:"],
+                "part of another layout": ["ref 2: sent:"],
                 "box outside its image": [
                     f"{COCO.format(5)}/{name}"
                     for name in ("expression 10", "proposals 1", "proposals 2")

@@ -79,7 +79,10 @@ def test_visual_genome_beside_vqa(images, tmp_path, capsys):
             "id": 7,
             "qas": [genome(1, 7, "What color is the clock?", "Green."), genome(2, 7, "?", ".")],
         },
-        {"id": 8, "qas": [genome(1, 8, "Again?", "Yes."), genome(3, 8, "Who?", "A U.S. dog. ")]},
+        {
+            "id": 8,
+            "qas": [{}, genome(1, 8, "Again?", "Yes."), genome(3, 8, "Who?", "A U.S. dog. ")],
+        },
     ]
     data = [{"image_id": 7, "coco_id": None}, {"image_id": 8, "coco_id": 2}]
     arguments = ["vqa", "--questions", str(questions), "--images", str(images)]
@@ -106,6 +109,7 @@ def test_visual_genome_beside_vqa(images, tmp_path, capsys):
     assert failures_of(tmp_path / "out") == {
         "question id given twice": ["Visual Genome 1"],
         "question without answers": ["Visual Genome 2"],
+        "part of another layout": ["Visual Genome image 8: qa_id: Field required"],
     }
     assert main(["vqa", "--images", str(images), "--out", str(tmp_path / "no")]) == 2
     assert "give --questions or --visual-genome" in capsys.readouterr().err
