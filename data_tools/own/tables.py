@@ -35,11 +35,14 @@ SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage")
 # written by pandas and others for a missing caption
 _MISSING = {"", "nan", "none", "null", "<null>", "na", "<na>", "n/a", "#n/a", "\\n"}
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
-_PRINTED = re.compile(r"""(?:array)?([\[(]\s*(?:[\[({'"]|np\.).*[\])])""", re.DOTALL)
-_DTYPE = re.compile(r",\s*dtype=\S+\)$")
-# An item of a printed list, with the space for a comma.
+_PRINTED = re.compile(
+    r"""(array|list)?[\[({]\s*([\[({]|[bu]?['"]|np\.|array|list|None|nan).*[\])}]""", re.DOTALL
+)
+# An item of a printed list, with the space for a comma; else what NumPy writes around items.
 _ITEM = re.compile(
-    r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|None|[\]}])(\s+(?=[^\s,\])}]))?""", re.DOTALL
+    r"""([bu]?'(?:[^'\\]|\\.)*'|[bu]?"(?:[^"\\]|\\.)*"|None|nan|[\])}])(\s+(?=[^\s,\])}]))?"""
+    r"|(?:np\.str_|array|list)(?=\()|,\s*dtype=[^\s)]+",
+    re.DOTALL,
 )
 _NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
 _DEPTH = 3  # of nested lists of captions
@@ -137,14 +140,23 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
         with suppress(ValueError, SyntaxError):
             return [ast.literal_eval(text).decode().strip()]
     # Tables of pandas have lists as they were printed, those of NumPy without commas.
-    if printed := _PRINTED.fullmatch(text):
-        written = _DTYPE.sub(")", printed[1]).replace("np.str_(", "(")
-        with_commas = _ITEM.sub(lambda item: item[1] + "," * bool(item[2]), written)
-        for parse, written in ((parse_json, text), (ast.literal_eval, with_commas)):
+    if _PRINTED.fullmatch(text):
+        with_commas = _ITEM.sub(_with_comma, text)
+        # A set has no order, so it is read as a list.
+        as_list = re.sub(r"^\{(.*)\}$", r"[\1]", with_commas, flags=re.DOTALL)
+        readings: list[tuple[Callable[[str], Any], str]] = [
+            *((parse_json, text), (ast.literal_eval, with_commas), (ast.literal_eval, as_list))
+        ]
+        for parse, written in readings:
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                if isinstance(values := parse(written), list | tuple):
+                if isinstance(values := parse(written), list | tuple | dict):
                     return texts_in(values, depth - 1)
     return [text]
+
+
+def _with_comma(item: re.Match[str]) -> str:
+    value = "None" if item[1] == "nan" else item[1] or ""
+    return value + "," * bool(item[2])
 
 
 def split_name(value: Any) -> str | None:
