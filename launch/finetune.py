@@ -67,9 +67,9 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
     )
     if isinstance(task, Downstream):
         try:
-            has_head = task.take_head(parts)
+            has_head = task.load_head(parts)
         except ValueError as error:
-            raise ConfigError(f"start: {error}") from error
+            raise ConfigError(f"init_from: {error}") from error
         if parts.folder and has_task(parts.folder) and distributed.rank() == 0:
             outcome = "goes on" if has_head else "does not fit this task, whose head starts anew"
             print(f"{config.init_from}: its head {outcome}", flush=True)

@@ -95,7 +95,7 @@ class PairEvaluation(TaskEvaluation):
         """Return the number of images of a text, and of panels of each image."""
         if isinstance(task.config, Nlvr2Config):
             return task.config.images, task.config.panels
-        return task.config.shown, 1
+        return task.config.num_images, 1
 
     def predict_item(
         self,

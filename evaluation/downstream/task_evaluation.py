@@ -93,7 +93,8 @@ class TaskEvaluation:
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
-        predictions: list[str] = task.predict(batch)
+        with single_line_errors():  # such as logits that are not finite
+            predictions: list[str] = task.predict(batch)
         return predictions
 
     def evaluate(

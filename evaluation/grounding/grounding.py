@@ -31,7 +31,7 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.data.text.word_boxes import patches_in_box
 from vlp.models.folder import Loaded
 from vlp.tasks.grounding.metrics import RIGHT_IOU, box_scores, intersection_over_union
-from vlp.tasks.grounding.task import map_of
+from vlp.tasks.grounding.task import read_map_config
 
 ROW_FIELDS = ("key", "id", "ref_id", "text", "point", "box", "image", "scores")
 By = Literal["gradcam", "similarity"]
@@ -68,7 +68,7 @@ def evaluate_grounding(
         head: number of first word pieces that make the map; None: all words. In English the first
             noun is the object: "the circle left of the square".
     """
-    settings = map_of(loaded.folder)
+    settings = read_map_config(loaded.folder)
     by = by or settings.by
     if by == "similarity" and layer is not None:
         raise EvaluationError("layer is an option of Grad-CAM: leave it out, or set by to gradcam")

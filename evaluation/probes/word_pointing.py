@@ -47,7 +47,7 @@ from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorPaths
-from vlp.tasks.pretraining.statistics import anchor_sums, from_sums
+from vlp.tasks.pretraining.statistics import anchor_sums, statistics_of_sums
 
 POINTERS = ("cosine", "anchors", "path", "Grad-CAM")
 CONTROLS = ("image attention", "mean box", "centre")
@@ -465,7 +465,7 @@ def _paths(sums: torch.Tensor) -> PathFigures | None:
     """Return path figures; None without sums."""
     if not sums.any():
         return None
-    return PathFigures(*(groups.mean().item() for groups in from_sums(sums)))
+    return PathFigures(*(groups.mean().item() for groups in statistics_of_sums(sums)))
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

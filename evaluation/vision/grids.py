@@ -8,12 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from evaluation.encoder import require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
-from vlp.tasks.grids.task import Grids, question_of
+from vlp.tasks.grids.task import Grids
 
 # Tokens of one batch.
 TOKENS = 2**14
@@ -51,7 +52,9 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             # Greedy decoding returns the right grid if each right token is the likeliest after the
             # right tokens before it, so one teacher-forced pass is enough.
             with inference(torch_device, options.precision or "float32"):
-                likeliest = task.model(question_of(batch), batch.outputs).argmax(-1)
+                logits = task.model(batch, batch.outputs)
+            require_finite(logits.float().cpu().numpy())  # `argmax` of NaN would be a token
+            likeliest = logits.argmax(-1)
             for question, hit in zip(
                 part, (likeliest == batch.outputs).all(-1).tolist(), strict=True
             ):

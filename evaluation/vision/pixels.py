@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,7 +13,6 @@ from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.tasks.pixels.data import pixel_values
-from vlp.tasks.pixels.metrics import bits_per_dimension
 from vlp.tasks.pixels.task import Pixels
 
 COLOURS = ("red", "green", "blue")
@@ -36,9 +36,9 @@ def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
                 batch_nats = task.model.nats(inputs)
             nats += batch_nats.double().sum((0, 1, 2)).cpu()
     pixels = len(indices) * size**2
-    figures = {"bits_per_dim": bits_per_dimension(float(nats.sum()), len(COLOURS) * pixels)}
+    figures = {"bits_per_dim": float(nats.sum()) / (math.log(2) * (len(COLOURS) * pixels))}
     for colour, channel_nats in zip(COLOURS, nats.tolist(), strict=True):
-        figures[f"bits_{colour}"] = bits_per_dimension(channel_nats, pixels)
+        figures[f"bits_{colour}"] = channel_nats / (math.log(2) * pixels)
     return figures
 
 

@@ -130,5 +130,5 @@ def test_refusals():
     logits, boxes, labels, objects = problem((5,))
     with pytest.raises(ValueError, match="5 objects are more than 4 queries"):
         set_losses(logits, boxes, labels, objects)
-    with pytest.raises(ValueError, match=r"no_object 0\.0001 is no whole number of thousandths"):
+    with pytest.raises(ValueError, match=r"no_object 0\.0001 must be a multiple of 0\.001"):
         set_losses(logits, boxes, labels, objects, no_object=0.0001)

@@ -80,7 +80,7 @@ def made(kind, places, precision="float32", batch=BATCH, position=None):
         data["path"] = str(places[kind])
     position = position or POSITION.get(kind, {"name": "learned-2d"})
     values = {"kind": kind, "model": model | {"positions": [position]}, "data": data}
-    config = vision_only._module(kind)
+    config = vision_only._task_module(kind)
     name = next(one for one in vars(config) if one.lower() == f"{kind}config")
     return vision_only.build_task(getattr(config, name)(**values), batch, 0, precision)
 

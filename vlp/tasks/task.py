@@ -1,11 +1,11 @@
-"""Interface of a task for the training loop: a loss per batch, and extra state."""
+"""Base of all tasks: a loss per batch for the training loop, and extra state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,67 +17,37 @@ from vlp.objectives.loss import Loss, normalise
 class StepOutput(NamedTuple):
     """Result of one forward pass on one rank's share of a global batch."""
 
-    # Scalar to be backpropagated and its named parts, scaled so that their mean over ranks is the
-    # mean over the global batch (`vlp.objectives.loss.normalise`).
+    # Weighted sum of the losses, for the backward pass. It and `losses` are scaled so that their
+    # mean over ranks is the mean over the global batch (`vlp.objectives.loss.normalise`).
     loss: Tensor
+    # Detached scalars by name, without weights.
     losses: dict[str, Tensor]
-    # Scalars for the log, averaged over ranks.
+    # Scalars for the log, which averages them over ranks.
     statistics: dict[str, Tensor]
 
 
-@runtime_checkable
-class Task(Protocol):
-    """An `nn.Module` with head, losses and extra state.
-
-    Parameters belong to the engine and stay float32. Extra state (momentum teacher, key queue) lies
-    outside of the module: the same tensors on every rank.
-    """
-
-    def __call__(self, batch: Any, step: int) -> StepOutput:
-        """Compute losses of a batch; `step` counts optimiser steps from 0. Autocasts."""
-
-    def after_step(
-        self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
-    ) -> None:
-        """Update the extra state after an applied step, on every rank.
-
-        `parameters()` gives the new float32 parameters by name, full size; it is collective under
-        ZeRO-3, so a task calls it on all ranks or on no rank. `applied`, a 0-d bool, is passed
-        where only the device knows whether the step was applied; nothing may move where it is
-        False.
-        """
-
-    def after_skip(self) -> None:
-        """Drop the values of a step that was not applied; the loop restores its buffers."""
-
-    def extra_state(self) -> dict[str, Tensor]:
-        """Return the tensors outside of parameters and buffers that a resumed run needs."""
-
-    def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `extra_state`."""
-
-    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the public model folder; `state` is the task's full `state_dict` on the CPU."""
-
-
-# Type of matrix products by precision.
+# Dtype of autocast by precision.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """Return the context of a forward pass: off for float32, also inside a caller's autocast."""
+    """Return the context of a forward pass; "float32" turns a caller's autocast off."""
     return torch.autocast(device.type, AUTOCAST.get(precision), enabled=precision in AUTOCAST)
 
 
-class PlainTask(nn.Module):
-    """Base of tasks without extra state; a subclass has `forward(batch, step)` and `save_model`.
+class Task(nn.Module):
+    """Base of tasks: a module that computes the losses of a batch.
+
+    A subclass adds `forward(batch, step) -> StepOutput` under `autocast`; `step` counts optimiser
+    steps from 0. Parameters stay float32. Extra state, by default none, lies outside of the module
+    and is equal on all ranks: a momentum teacher, a key queue.
 
     Args:
-        precision: "bf16" and "fp16" run `autocast()` in half precision, "float32" does not.
+        precision: of the forward pass, see `autocast`.
     """
 
     config: Any
-    # True once `compile_task` has compiled it: its batches then keep their sizes.
+    # Set by `compile_task`. A compiled task must not cut its batches to other shapes.
     is_compiled = False
 
     def __init__(self, precision: Precision = "float32") -> None:
@@ -85,16 +55,16 @@ class PlainTask(nn.Module):
         self.precision = precision
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the context that the forward pass runs in."""
+        """Return the autocast context of the forward pass."""
         return autocast(device, self.precision)
 
     @property
     def static_shapes(self) -> bool:
-        """Return whether every step of a training has tensors of the same sizes."""
+        """Return whether tensors have the same shapes in all steps of a training."""
         return False
 
     def networks(self) -> list[nn.Module]:
-        """Return the modules that compute in a step: the task itself, and its teachers."""
+        """Return the modules that run in a step: the task itself and its teachers."""
         return [self, *self.teachers()]
 
     def step_output(
@@ -103,30 +73,48 @@ class PlainTask(nn.Module):
         weights: Mapping[str, float] | None = None,
         statistics: Mapping[str, Tensor] | None = None,
     ) -> StepOutput:
-        """Sum losses, normalised by their global counts, with their weights (1 unless named)."""
-        normalised = normalise(losses)
+        """Normalise losses by their global counts and sum them, with `weights` of 1 by default."""
+        means = normalise(losses)
         weights = weights or {}
-        total = torch.stack([weights.get(n, 1.0) * loss for n, loss in normalised.items()]).sum()
-        parts = {name: loss.detach() for name, loss in normalised.items()}
-        return StepOutput(total, parts, dict(statistics or {}))
+        total = torch.stack([weights.get(name, 1.0) * mean for name, mean in means.items()]).sum()
+        detached = {name: mean.detach() for name, mean in means.items()}
+        return StepOutput(total, detached, dict(statistics or {}))
 
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Do nothing, as there is no extra state."""
+        """Update the extra state after an applied step, on every rank.
 
-    def teachers(self) -> list[nn.Module]:
-        """Return nothing."""
-        return []
+        Args:
+            parameters: returns the new float32 parameters by name, full size. It is collective
+                under ZeRO-3: call it on all ranks or on no rank.
+            applied: 0-d bool, where only the device knows whether the step was applied; False must
+                leave the extra state unchanged.
+        """
 
     def after_skip(self) -> None:
-        """Do nothing: nothing was collected."""
+        """Drop what the forward pass collected for a step that was not applied."""
+
+    def teachers(self) -> list[nn.Module]:
+        """Return the modules of momentum teachers."""
+        return []
 
     def extra_state(self) -> dict[str, Tensor]:
-        """Return nothing."""
+        """Return the tensors outside of parameters and buffers that a resumed run needs."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `extra_state`; ValueError if it is not empty."""
+        """Restore the result of `extra_state`; ValueError if there is a state to restore."""
         if state:
             raise ValueError(f"unknown state {', '.join(sorted(state))}")
+
+    def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Write the public model folder; `state` is the task's full `state_dict` on the CPU."""
+        raise NotImplementedError
+
+
+def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the entries whose names start with a prefix, under their names without it."""
+    return {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }

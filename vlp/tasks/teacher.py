@@ -1,11 +1,10 @@
-"""Momentum teacher of pretraining, and momentum distillation in fine-tuning (ALBEF)."""
+"""Momentum teachers (ALBEF): of pretraining, and for distillation in fine-tuning."""
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -20,16 +19,18 @@ from vlp.objectives.config import MomentumConfig, TeacherConfig
 from vlp.objectives.queue import KeyQueue, Keys
 from vlp.precision import full_precision
 from vlp.tasks.downstream.task import Downstream, DownstreamConfig
-from vlp.tasks.task import AUTOCAST
+from vlp.tasks.task import AUTOCAST, strip_prefix
 
 Student = TypeVar("Student", bound=nn.Module)
 
-# Share of a teacher's predictions in the targets of pretraining, as ALBEF's alpha.
+# Weight of the teacher's predictions in the targets of pretraining (ALBEF's alpha).
 SOFT_SHARE = 0.4
+# Of the teacher's entries in a task's extra state.
+_PREFIX = "teacher."
 
 
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module's linear and convolutional layers, by name."""
+    """Return the parameters, by name, that autocast casts: of linear and convolutional layers."""
     items = list(module.named_parameters(remove_duplicate=False))
     uses = Counter(id(parameter) for _, parameter in items)
     ids = {
@@ -38,68 +39,43 @@ def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(layer, nn.Linear | nn.Conv2d)
         for parameter in layer.parameters(recurse=False)
     }
-    # A table of words may also be the output layer, and the embedding reads it in float32.
+    # A weight tied to an embedding is left out, as embeddings run in float32.
     return {name: weight for name, weight in items if uses[id(weight)] == 1 and id(weight) in ids}
 
 
-class RoundedWeights:
-    """Weights that a module holds in half precision, with their float32 masters."""
-
-    def __init__(self) -> None:
-        self._weights: dict[str, nn.Parameter] = {}
-        self._masters: dict[str, Tensor] = {}
-
-    def keep(self, weights: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-        """Round weights in place, by name, and keep their former values as masters."""
-        for name, weight in weights.items():
-            self._weights[name], self._masters[name] = weight, weight.data
-            weight.data = weight.data.to(dtype)
-
-    def masters(self) -> dict[str, Tensor]:
-        """Return the masters by the names of their weights."""
-        return dict(self._masters)
-
-    @torch.no_grad()
-    def round_masters(self) -> None:
-        """Round the masters to their weights."""
-        if self._weights:
-            torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
-
-    def to(self, device: torch.device) -> None:
-        """Move the masters; the module moves its weights."""
-        self._masters = {name: master.to(device) for name, master in self._masters.items()}
-
-
 class Teacher(Generic[Student]):
-    """Exponential average of a module's weights (MoCo; ALBEF, section 3.3).
+    """Exponential moving average of a module's weights (MoCo; ALBEF, section 3.3).
 
-    Call it under `torch.no_grad()` through `module`.
+    Call `module` under `torch.no_grad()`.
 
     Args:
         student: module to copy.
-        products: autocast's type for linear and convolutional weights. From the first `to` on
-            `module` holds them in it, with float32 masters, so that autocast need not cast them in
-            each call.
+        autocast_dtype: dtype of `half_weights` in `module` from the first `to` on, which saves
+            autocast a cast in each call; the average is computed on float32 masters. None: float32.
     """
 
-    # No `nn.Module`, so that its holder, the optimiser and DeepSpeed do not see the weights.
-    def __init__(self, student: Student, products: torch.dtype | None = None) -> None:
+    # No `nn.Module`, so that the weights are no parameters of the task that has it as a member.
+    def __init__(self, student: Student, autocast_dtype: torch.dtype | None = None) -> None:
         # In bfloat16 an average with momentum 0.995 would never move.
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
-        self._products = products
-        self._rounded = RoundedWeights()
+        self._autocast_dtype = autocast_dtype
+        self._rounded: dict[str, nn.Parameter] = {}
+        self._masters: dict[str, Tensor] = {}
         self._device: torch.device | None = None
 
     @torch.no_grad()
     def to(self, device: torch.device | str) -> Teacher[Student]:
         """Move the weights to `device`."""
         device = torch.device(device)
-        if device != self._device:  # else every step walks the modules
+        if device != self._device:  # `Module.to` walks all modules, too slow for every step
             self.module.to(device)
             self._device = device
-            self._rounded.to(device)
-            if self._products and not self._rounded.masters():
-                self._rounded.keep(half_weights(self.module), self._products)
+            self._masters = {name: master.to(device) for name, master in self._masters.items()}
+            if self._autocast_dtype and not self._masters:
+                self._rounded = half_weights(self.module)
+                for name, weight in self._rounded.items():
+                    self._masters[name] = weight.data
+                    weight.data = weight.data.to(self._autocast_dtype)
         return self
 
     @torch.no_grad()
@@ -112,22 +88,24 @@ class Teacher(Generic[Student]):
     ) -> None:
         """Move every weight by 1 - momentum towards the student's.
 
-        `named_parameters` holds full-size tensors by their names in the student, and may hold
-        others; KeyError where one is missing. `named_buffers` are copied, not averaged. Where
-        `applied`, 0-d bool on the weights' device, is False they stay as they are.
+        Args:
+            named_parameters: full-size tensors by their names in the student; further names are
+                ignored, and a missing name is a KeyError.
+            named_buffers: likewise, but copied, and names may be missing.
+            applied: 0-d bool on the weights' device; False leaves the weights unchanged.
         """
-        # The averaged tensor of a rounded weight is its master.
-        teacher = {**dict(self.module.named_parameters()), **self._rounded.masters()}
-        _check(teacher, named_parameters)
+        teacher = {**dict(self.module.named_parameters()), **self._masters}
+        _require_same_shapes(teacher, named_parameters)
         weights = list(teacher.values())
         student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
         if applied is None:
             torch._foreach_lerp_(weights, student, 1 - momentum)
-        else:
-            moves = torch._foreach_sub(student, weights)
-            torch._foreach_mul_(moves, applied * (1 - momentum))
-            torch._foreach_add_(weights, moves)
-        self._rounded.round_masters()
+        else:  # `_foreach_lerp_` takes no tensor as its one weight
+            deltas = torch._foreach_sub(student, weights)
+            torch._foreach_mul_(deltas, applied * (1 - momentum))
+            torch._foreach_add_(weights, deltas)
+        if self._masters:
+            torch._foreach_copy_(list(self._rounded.values()), list(self._masters.values()))
         if named_buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in named_buffers:
@@ -135,17 +113,17 @@ class Teacher(Generic[Student]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, for the checkpoint."""
-        return {**self.module.state_dict(), **self._rounded.masters()}
+        return {**self.module.state_dict(), **self._masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `state_dict`; missing or unknown names are errors."""
+        """Restore the result of `state_dict`; RuntimeError for missing or unknown names."""
         self.module.load_state_dict(state)
-        for name, master in self._rounded.masters().items():
+        for name, master in self._masters.items():
             master.copy_(state[name])
 
 
-def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:
+def _require_same_shapes(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:
     missing = [name for name in teacher if name not in student]
     if missing:
         raise KeyError(
@@ -161,7 +139,7 @@ def _check(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None
 
 
 def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
-    """Return the soft target's share at an optimiser step: linear from 0 to `alpha`."""
+    """Return the weight of soft targets, which rises linearly from 0 to `alpha` in the warm-up."""
     return alpha * min(1.0, step / warmup_steps) if warmup_steps > 0 else alpha
 
 
@@ -173,13 +151,13 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
 
 
 def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
-    """Begin to gather keys without gradients; the returned call waits for them."""
+    """Start gathering keys, without gradients; the returned function waits for them."""
     features = start_gather(torch.cat([image.feature, text.feature], dim=1))
     valid = batch.valid.to(batch.image_ids)[:, None]
-    marks = start_gather(torch.cat([batch.pair_ids, valid], dim=1))
+    ids_and_valid = start_gather(torch.cat([batch.pair_ids, valid], dim=1))
 
     def finish() -> Keys:
-        ids, valid = marks().split([2, 1], dim=1)
+        ids, valid = ids_and_valid().split([2, 1], dim=1)
         images, texts = features().chunk(2, dim=1)
         return Keys(images, texts, ids, valid[:, 0].bool())
 
@@ -189,12 +167,12 @@ def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) ->
 class TeacherOutput(NamedTuple):
     """Output of the teacher for objectives."""
 
-    # Its features of the unmasked batch.
+    # Features of the unmasked batch.
     image: ImageFeatures
     text: TextFeatures
-    # The batch's, then the queue's.
+    # Of the batches of all ranks, followed in training by the queue's.
     keys: Keys
-    # Share of its soft targets at this step, 0 in evaluation.
+    # Weight of soft targets at this step, 0 in evaluation.
     alpha: float
     # `model` and the copied heads, for soft targets of other inputs; call them without gradient.
     modules: nn.ModuleDict
@@ -206,12 +184,13 @@ class TeacherOutput(NamedTuple):
 
 
 class MomentumTeacher:
-    """Momentum copy of the student with its key queue; no `nn.Module`, `state_dict` has both.
+    """Momentum teacher of pretraining with its key queue; no `nn.Module`.
 
     Args:
-        settings: momentum, queue, and share of the soft targets.
+        settings: momentum, queue and warm-up.
         student: `model`, and the heads that objectives read from the teacher.
         width: channels of a key.
+        autocast_dtype: see `Teacher`.
     """
 
     def __init__(
@@ -219,49 +198,41 @@ class MomentumTeacher:
         settings: TeacherConfig,
         student: Mapping[str, nn.Module],
         width: int,
-        products: torch.dtype | None = None,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         self.settings = settings
-        self.average = Teacher(nn.ModuleDict(student), products)
+        self.average = Teacher(nn.ModuleDict(student), autocast_dtype)
         self.queue = KeyQueue(settings.queue, width)
+        # Several batches where gradients accumulate, all of one step.
         self._new_keys: list[Keys] = []
         self._keys_step = 0
 
     @torch.no_grad()
     def start(self, batch: Batch, step: int, training: bool) -> Callable[[], TeacherOutput]:
-        """Encode the batch; the returned call waits for the keys of all ranks."""
-        # The keys travel while the student encodes.
+        """Encode the batch; the returned function waits for the keys of all ranks."""
+        # Ranks exchange keys while the student encodes.
         device = batch.pixels.device
         modules = self.average.to(device).module
         self.queue.to(device)
         model: VLPModel = modules["model"]  # type: ignore[assignment]
         image = model.encode_image(batch.pixels)
         text = model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
-        return partial(
-            self._output, image, text, start_gather_keys(image, text, batch), step, training
-        )
+        finish_gather = start_gather_keys(image, text, batch)
 
-    @torch.no_grad()
-    def _output(
-        self,
-        image: ImageFeatures,
-        text: TextFeatures,
-        gathered: Callable[[], Keys],
-        step: int,
-        training: bool,
-    ) -> TeacherOutput:
-        batch_keys, queue = gathered(), self.queue
-        if step != self._keys_step:  # keys of a step that was skipped are not pushed
-            self.forget()
-        if training:
-            self._keys_step = step
-            self._new_keys.append(batch_keys)
-        # A queue that fills would make a held-out loss rise, whatever the model learns.
-        keys = Keys(*map(torch.cat, zip(batch_keys, queue.keys()))) if training else batch_keys
-        settings = self.settings
-        share = soft_target_share(step, SOFT_SHARE, settings.warmup_steps)
-        alpha = share if training else 0.0
-        return TeacherOutput(image, text, keys, alpha, self.average.module)
+        @torch.no_grad()
+        def finish() -> TeacherOutput:
+            keys, alpha = finish_gather(), 0.0
+            if step != self._keys_step:  # the previous step was skipped: its keys are not pushed
+                self.forget()
+            # Evaluation leaves the queue out: the loss would rise while the queue fills.
+            if training:
+                self._keys_step = step
+                self._new_keys.append(keys)
+                keys = Keys(*map(torch.cat, zip(keys, self.queue.keys())))
+                alpha = soft_target_share(step, SOFT_SHARE, self.settings.warmup_steps)
+            return TeacherOutput(image, text, keys, alpha, modules)
+
+        return finish
 
     def after_step(
         self,
@@ -269,7 +240,7 @@ class MomentumTeacher:
         buffers: Mapping[str, Tensor],
         applied: Tensor | None = None,
     ) -> None:
-        """Move to the new student and push the step's keys, unless `applied` (0-d) is False."""
+        """Move towards the student and push the step's keys, unless `applied` (0-d) is False."""
         self.average.update(parameters, self.settings.momentum, buffers, applied)
         for image, text, image_ids, valid in self._new_keys:
             valid = valid if applied is None else valid & applied
@@ -282,23 +253,13 @@ class MomentumTeacher:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return teacher and queue by name, the same on every rank."""
-        state = {f"teacher.{name}": value for name, value in self.average.state_dict().items()}
+        state = {f"{_PREFIX}{name}": value for name, value in self.average.state_dict().items()}
         return state | {f"queue.{name}": value for name, value in self.queue.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `state_dict`."""
-        self.average.load_state_dict(strip_prefix(state, "teacher."))
+        """Restore the result of `state_dict`."""
+        self.average.load_state_dict(strip_prefix(state, _PREFIX))
         self.queue.load_state_dict(strip_prefix(state, "queue."))
-
-
-def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the entries under a prefix, by their names without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
-
-
-_PREFIX = "teacher."
 
 
 class DistillationConfig(MomentumConfig):
@@ -306,9 +267,7 @@ class DistillationConfig(MomentumConfig):
 
     alpha: float = Field(0.4, ge=0, le=1, description="share of the soft target")
     warmup_steps: int | None = Field(
-        None,
-        ge=0,
-        description="alpha rises linearly over these optimiser steps; null: the first epoch",
+        None, ge=0, description="alpha rises over these optimiser steps; null: the first epoch"
     )
 
 
@@ -316,19 +275,19 @@ class DistilledConfig(DownstreamConfig):
     """Configuration of a task that may have a teacher."""
 
     teacher: DistillationConfig | None = Field(
-        None, description="momentum copy of the task that gives soft targets; null: none"
+        None, description="momentum copy of the task that gives soft targets; null: no teacher"
     )
 
 
 class SoftTarget(NamedTuple):
-    """Prediction of a teacher, rows that sum to 1, and its share of the target."""
+    """Teacher's probabilities (..., classes), and their weight in the target."""
 
     soft: Tensor
     alpha: float
 
 
 class Distilled(Downstream):
-    """Base of tasks with an optional momentum copy, `teacher`, in the task's extra state."""
+    """Base of tasks with an optional momentum teacher, which is extra state."""
 
     config: DistilledConfig
     teacher: Teacher[Any] | None = None
@@ -339,7 +298,7 @@ class Distilled(Downstream):
         return [] if self.teacher is None else [self.teacher.module]
 
     def start_teacher(self, epoch_steps: int) -> None:
-        """Copy the task as its teacher, where one is configured."""
+        """Copy the task as its teacher, if configured; a warm-up lasts `epoch_steps` by default."""
         if (settings := self.config.teacher) is not None:
             steps = settings.warmup_steps
             self._warmup_steps = epoch_steps if steps is None else steps
@@ -348,11 +307,11 @@ class Distilled(Downstream):
     def soft_target(
         self, step: int, device: torch.device, logits: Callable[[Self], Tensor]
     ) -> SoftTarget | None:
-        """Return the teacher's softmax at an optimiser step; None without one or in evaluation.
+        """Return the teacher's probabilities; None in evaluation and without a teacher.
 
         Args:
-            step: from 0.
-            logits: computes (..., classes) logits of the batch with a task.
+            step: optimiser steps from 0.
+            logits: computes (..., classes) logits of the batch; its argument is the teacher.
         """
         settings = self.config.teacher
         if self.teacher is None or settings is None or not self.training:
@@ -365,7 +324,7 @@ class Distilled(Downstream):
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Move the teacher towards the new student, if `applied` (0-d bool)."""
+        """Move the teacher towards the student, unless `applied` (0-d) is False."""
         if self.teacher is not None and self.config.teacher is not None:
             momentum = self.config.teacher.momentum
             self.teacher.update(parameters(), momentum, dict(self.named_buffers()), applied)
@@ -376,7 +335,7 @@ class Distilled(Downstream):
         return {f"{_PREFIX}{name}": value for name, value in state.items()}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `extra_state`; RuntimeError if it is of another task."""
+        """Restore the result of `extra_state`; RuntimeError if it is of another task."""
         if self.teacher is None:
             super().load_extra_state(state)
         else:

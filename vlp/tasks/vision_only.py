@@ -1,7 +1,7 @@
-"""Vision-only tasks by kind: training and loading.
+"""Vision-only tasks by kind: building, saving and loading.
 
-Each kind is a folder with a `task.py`, which has a configuration, a `VisionTask`, and
-`build(config, batch, seed, precision) -> (task, data)`.
+The `task.py` of each kind has a configuration, a `VisionTask` and
+`build(config, batch, seed, precision) -> (task, training data)`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,40 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vlp.config import Config
+from vlp.data.stream.loader import MapDatasetConfig
 from vlp.io import parse_json, write_json, write_tensors
 from vlp.models.folder import require_sizes
-from vlp.tasks.task import PlainTask, Precision
+from vlp.tasks.task import Precision, Task
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE = "vlp-vision"
 
 
-class VisionTask(PlainTask):
-    """Base of vision-only tasks; a subclass names its configuration's class."""
+class LabelledImagesConfig(MapDatasetConfig):
+    """Training and test images with classes: any source of `vlp.data.labelled_images`."""
+
+    train: str = Field(
+        description="images to train on: tar file, folder of class folders, or labelled shards",
+        json_schema_extra={"resume": "path"},
+    )
+    test: str = Field(
+        description="images to evaluate on, in any of the forms of `train`",
+        json_schema_extra={"resume": "tolerated"},
+    )
+    classes: tuple[str, ...] | None = Field(
+        None, min_length=1, description="class names in order; required for shards alone"
+    )
+    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
+
+
+class VisionTask(Task):
+    """Base of vision-only tasks; a subclass sets `config_class`."""
 
     config_class: ClassVar[type[Config]]
 
@@ -36,39 +55,40 @@ class VisionTask(PlainTask):
         self.config = config
 
     def metadata(self) -> dict[str, Any]:
-        """Return JSON values that came from the data, such as class names, for `restore`."""
+        """Return JSON values from the training data that `restore` needs, such as class names."""
         return {}
 
     @classmethod
     def restore(cls, config: Any, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with fresh weights."""
+        """Create the task of a model folder with initial weights, never public ones."""
         return cls(config)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write a folder that `load_task` reads, from the task's full weights and buffers."""
+        """Write a model folder for `load_task`; `state` is the full `state_dict` of this task."""
         config = self.config.model_dump(mode="json")
-        plain = {"model_type": MODEL_TYPE, "task": config, "known": self.metadata()}
-        write_json(folder / CONFIG, plain)
+        content = {"model_type": MODEL_TYPE, "task": config, "known": self.metadata()}
+        write_json(folder / CONFIG, content)
         weights = {name: value.detach().cpu().clone() for name, value in state.items()}
         write_tensors(folder / WEIGHTS, weights, {"format": "pt"})
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
-    """Read configuration, `metadata` and weights, as `VisionTask.save_model` wrote them."""
+    """Read the configuration, `metadata` and weights that `VisionTask.save_model` wrote."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
     try:
-        plain = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-        if plain.get("model_type") != MODEL_TYPE:
-            raise ValueError(f"{folder} holds no vision task but {plain.get('model_type')!r}")
-        return plain["task"], plain["known"], load_file(folder / WEIGHTS)
+        content = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
+        if content.get("model_type") != MODEL_TYPE:
+            model_type = content.get("model_type")
+            raise ValueError(f"{folder}/{CONFIG}: model_type is {model_type!r}, not {MODEL_TYPE!r}")
+        return content["task"], content["known"], load_file(folder / WEIGHTS)
     except (json.JSONDecodeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"{folder}: damaged ({error})") from error
+        raise ValueError(f"{folder}: {CONFIG} or {WEIGHTS} is damaged ({error!r})") from error
 
 
-# Classes of the tasks by kind, imported on first use.
+# Kind, a folder of `vlp.tasks` -> class in its `task.py`.
 KINDS = {
     "classification": "Classification",
     "detection": "DetectionTask",
@@ -79,18 +99,20 @@ KINDS = {
 
 
 def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[VisionTask, Any]:
-    """Make the task of `config.kind` and its training data."""
-    built: tuple[VisionTask, Any] = _module(config.kind).build(config, batch, seed, precision)
-    return built
+    """Build the task of `config.kind` and its training data."""
+    task, data = _task_module(config.kind).build(config, batch, seed, precision)
+    return task, data
 
 
 def load_task(folder: str | Path) -> VisionTask:
     """Load a trained task in evaluation mode, on the CPU."""
     config, metadata, state = read_task(folder)
-    kind: type[VisionTask] = getattr(_module(config["kind"]), KINDS[config["kind"]])
-    make = partial(kind.restore, kind.config_class.model_validate(config), metadata)
-    require_sizes(config, make, state, Path(folder) / CONFIG)
-    task = make()
+    kind = config["kind"]
+    task_class: type[VisionTask] = getattr(_task_module(kind), KINDS[kind])
+    restore = partial(task_class.restore, task_class.config_class.model_validate(config), metadata)
+    # Absurd sizes in a foreign file would fill the memory before the weights are compared.
+    require_sizes(config, restore, state, Path(folder) / CONFIG)
+    task = restore()
     try:
         task.load_state_dict(state)
     except RuntimeError as error:
@@ -98,7 +120,7 @@ def load_task(folder: str | Path) -> VisionTask:
     return task.eval()
 
 
-def _module(kind: str) -> Any:
+def _task_module(kind: str) -> Any:
     if kind not in KINDS:
-        raise ValueError(f"unknown kind of task {kind!r}; there are {', '.join(KINDS)}")
+        raise ValueError(f"unknown kind of vision task {kind!r}; choose from {', '.join(KINDS)}")
     return import_module(f"vlp.tasks.{kind}.task")

@@ -192,7 +192,7 @@ def test_what_is_frozen_is_not_trained():
         ({"backbone": {"name": "resnet999"}}, "backbone resnet999: Unknown model"),
         ({"backbone": {"name": "vit_tiny_patch16_224"}}, "backbone vit_tiny_patch16_224: "),
         ({"backbone": {"name": "resnet18", "norm": "group", "pretrained": True}},
-         "public weights belong to batch norms"),
+         "public weights need batch norm"),
         ({"heads": 3}, "3 heads do not divide width 16"),
         ({"positions": [{"name": "learned-2d", "options": {"ratio": 2}}]}, "learned-2d"),
     ],

@@ -4,7 +4,8 @@ import torch
 from vlp.config import ConfigError
 from vlp.positions import create_position
 from vlp.positions.base import PositionContext
-from vlp.tasks.grids.model import GridModelConfig, GridQuestion, GridTransformer
+from vlp.tasks.grids.data import GridBatch
+from vlp.tasks.grids.model import GridModelConfig, GridTransformer
 
 SIZE, LENGTH, TOKENS = 3, 16, 14
 VITARC = ({"name": "object", "options": {"mixer": True}}, {"name": "alibi-2d"})
@@ -25,8 +26,8 @@ def model(*positions, **options):
 
 def question(rows=2, boxes=None):
     boxes = torch.tensor([[1.0, 0, 2, 1], [0, 1, 1, 3]]) if boxes is None else boxes
-    boxes = boxes.expand(rows, -1, -1)
-    return GridQuestion(torch.randint(TOKENS, (rows, LENGTH)), boxes, torch.arange(rows) % 2)
+    inputs, tasks = torch.randint(TOKENS, (rows, LENGTH)), torch.arange(rows) % 2
+    return GridBatch(inputs, None, boxes.expand(rows, -1, -1), tasks, None)
 
 
 def templates(rows=2):

@@ -126,10 +126,10 @@ def test_the_papers_models_have_its_parameters(position, expected, printed):
     ("names", "options", "message"),
     [
         ([], {"heads": 5}, r"model.heads 5 do not divide model.width 24"),
-        ([], {"channel_width": 24}, "channel_width 24 leaves no channels"),
+        ([], {"channel_width": 24}, "channel_width 24 must be above 0 and below"),
         (["sape"], {}, r"sape with .* sees later tokens"),
-        (["irpe-product"], REFORMER, "reformer has no place for irpe-product"),
-        ([], {"head_width": 5}, "head_width is of layer reformer"),
+        (["irpe-product"], REFORMER, "irpe-product acts in attention"),
+        ([], {"head_width": 5}, "head_width is only for"),
     ],
 )
 def test_what_does_not_fit_is_refused(names, options, message):

@@ -170,7 +170,7 @@ def test_empty_captions_score_nothing_and_shift_nobody():
     ("candidates", "references", "message"),
     [
         ([], [], "0 captions"),
-        (["a"], [["a"], ["b"]], "1 captions against references of 2"),
+        (["a"], [["a"], ["b"]], "1 captions, but references of 2"),
         (["a", "b"], [["a"], []], "caption 1 \\('b'\\) has no reference"),
         (["a"], [[" "]], "caption 0"),
         (["a"], [["..."]], "no reference has a word"),

@@ -39,7 +39,7 @@ from vlp.tasks.grids.data import (
     open_grids,
     to_tokens,
 )
-from vlp.tasks.grids.task import GridsConfig, build, question_of
+from vlp.tasks.grids.task import GridsConfig, build
 
 GRIDS = arrays.arrays(
     np.int64, st.tuples(st.integers(1, 5), st.integers(1, 5)), elements=st.integers(0, 9)
@@ -173,15 +173,15 @@ def test_tasks_that_cannot_be_trained_are_refused(archive):
         with pytest.raises(ConfigError, match=match):
             open_grids(config(archive, *tasks, **options))
 
-    refused("a5313dff", match="a5313dff has no known rule; those with one are 67a3c6ac", size=9)
+    refused("a5313dff", match="a5313dff has no rule; .* tasks with a rule: 67a3c6ac", size=9)
     refused("68b16354", match="test grids of 7 rows or columns, data.size is 6", size=6)
     refused("nothing", match="there are no tasks nothing")
     only_large = {"name": "67a3c6ac", "source": "pairs"}
     refused(only_large, match="no train pair that fits data.size 3", size=3)
     wrong = {"name": "67a3c6ac", "symmetry": {"turns": ["identity", "transpose"]}}
-    refused(wrong, match="data.tasks.0: task 67a3c6ac: its rule is another one after transpose")
+    refused(wrong, match="data.tasks.0: task 67a3c6ac: turn transpose with colours")
     wrong = {"name": "d511f180", "symmetry": {"colours": [5, 1]}}
-    refused(wrong, match="d511f180: its rule is another one after identity with colours")
+    refused(wrong, match="d511f180: turn identity with colours")
     with pytest.raises(ValidationError, match="named twice"):
         config(archive, "67a3c6ac", "67a3c6ac")
     with pytest.raises(ValidationError, match="less than or equal to 30"):
@@ -272,10 +272,10 @@ def test_equal_orbits_are_variants(turns):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"turns": ("identity", "quarter")}, "are also half, three-quarter|are also half"),
+        ({"turns": ("identity", "quarter")}, "compose to half"),
         ({"turns": ("identity", "twice")}, "twice"),
-        ({"turns": ()}, "are also identity"),
-        ({"colours": (1, 1)}, "different numbers"),
+        ({"turns": ()}, "compose to identity"),
+        ({"colours": (1, 1)}, "must be different"),
         ({"colours": (10,)}, "less than 10"),
     ],
 )
@@ -376,7 +376,7 @@ def test_the_loss_is_torchs_cross_entropy_over_all_cells(archive):
     task, data = build(task_config(archive, "74dd1130", "25ff71a9"), 6, 0, "float32")
     batch, _ = next(data.batches())
     out = task(batch, 0)
-    logits = task.model(question_of(batch), batch.outputs)
+    logits = task.model(batch, batch.outputs)
     expected = F.cross_entropy(logits.flatten(0, 1), batch.outputs.flatten())
     torch.testing.assert_close(out.loss, expected)
     right = logits.argmax(-1) == batch.outputs

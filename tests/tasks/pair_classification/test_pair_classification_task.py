@@ -81,6 +81,9 @@ def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
     assert torch.equal(batch.pixels[0], torch.stack([task.prepare.evaluate(one) for one in shown]))
     assert task.tags.shape[0] == 3
     assert task.logits(batch).shape == (4, 2)
+    torch.nn.init.constant_(task.head[2].bias, torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        task.predict(batch)
 
 
 def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
@@ -119,10 +122,10 @@ def test_bad_samples_are_named(folder, tmp_path):
     assert kinds == ["no text", "unknown label", "unknown label"]
     where = " ".join(skip.where for skip in batch.skipped)
     assert "'maybe' is none of entailment, neutral, contradiction" in where
-    statements = task.dataset([shards])
-    statements.images = 2
+    pairs = task.dataset([shards])
+    pairs.images = 2
     with pytest.raises(BadSample, match="no second image"):
-        statements.make(statements.items.read(3), 3)
+        pairs.make(pairs.items.read(3), 3)
 
 
 @pytest.mark.parametrize("view", ["blank", "shuffled"])
@@ -146,10 +149,10 @@ def test_a_head_goes_on_in_its_own_task_alone(folder, tmp_path):
     parts, _ = start_parts(str(tmp_path / "saved"), {})
     task, _ = build(config, parts, 4, 0, "float32")
     assert not torch.equal(task.head[0].weight, before.head[0].weight)
-    assert task.take_head(parts)
+    assert task.load_head(parts)
     assert all(torch.equal(a, b) for a, b in zip(task.parameters(), before.parameters()))
     other = settings(Nlvr2Config, statement_shards(tmp_path / "pairs"))
-    assert not build(other, parts, 4, 0, "float32")[0].take_head(parts)
+    assert not build(other, parts, 4, 0, "float32")[0].load_head(parts)
 
 
 @pytest.mark.parametrize("labels", [(False, True), ("False", "True"), ("false", "true"), (0, 1)])

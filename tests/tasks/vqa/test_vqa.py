@@ -106,7 +106,7 @@ def test_bad_questions_are_skipped_and_named_in_training(tmp_path):
     assert batch.valid.tolist() == [True]
     kinds = sorted(skip.kind for skip in batch.skipped)
     assert kinds == ["no answers", "no answers", "no text", "unreadable image"]
-    assert any("nobody answered 1" in skip.where for skip in batch.skipped)
+    assert any("question 1 has no answer" in skip.where for skip in batch.skipped)
 
 
 def test_images_are_not_mirrored_where_an_answer_names_a_side(tmp_path):
@@ -148,7 +148,7 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.json", '{"yes": 1}', "a JSON list of texts"),
+            ("a.json", '{"yes": 1}', "a JSON list of strings"),
             ("a.json", "[", "cannot be read"),
             ("a.txt", "\n \n", "is empty"),
         ],
@@ -220,7 +220,7 @@ def test_few_people(agree, other, value):
 
 def test_answers_that_nobody_gave_do_not_count():
     assert vqa_accuracy("red", [("red", 4), ("blue", 0)]) == 1
-    with pytest.raises(ValueError, match="nobody answered"):
+    with pytest.raises(ValueError, match="no answer to compare"):
         vqa_accuracy("red", [("red", 0)])
     with pytest.raises(ValueError, match="unknown version 'new'"):
         vqa_accuracy("red", [("red", 1)], "new")
@@ -292,8 +292,8 @@ def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path
     file.write_text("10:30\nYes\nyes\n10 : 30\n")
     task, _ = built(shards, data={"answers": str(file), "max_answer": 12})
     assert task.answers == ("10:30", "Yes")
-    assert "2 of 4 answers have the word pieces of an earlier one" in caplog.text
-    assert "'yes' for one" in caplog.text
+    assert "2 of 4 answers have the word pieces of an earlier answer" in caplog.text
+    assert "for example 'yes'" in caplog.text
     assert task._as_listed("10 : 30") == "10:30"
     assert task._as_listed("10 : 31") == "10 : 31"
 
@@ -301,7 +301,7 @@ def test_answers_that_the_tokenizer_does_not_tell_apart_are_one(shards, tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data": {"max_answer": 17}}, "17 tokens are to be written, and the model has 16"),
+        ({"data": {"max_answer": 17}}, "17 tokens need as many positions, but the model has 16"),
         ({"data": {"answers": "nowhere.json"}}, "nowhere.json"),
         ({"decoder": {"heads": 5}}, "heads 5"),
         ({"decoder": {"weights": "./no-bert"}}, "task.decoder: .*no-bert"),
@@ -322,7 +322,7 @@ def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decode
     parts, _ = start_parts(str(tmp_path), {})
     task, _ = built(shards, parts, decoder=decoder, data={"answers": None, "most_answers": 2})
     assert len(task.answers) < len(before.answers)
-    assert task.take_head(parts) == taken
+    assert task.load_head(parts) == taken
     same = torch.equal(task.decoder.head.bias, before.decoder.head.bias)
     assert same == taken
 

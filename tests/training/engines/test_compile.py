@@ -195,7 +195,7 @@ def test_a_teacher_that_keeps_rounded_weights_changes_no_bit():
     """Against one whose weights autocast casts in each call."""
 
     def unrounded(task):
-        task.teacher.average._products = None
+        task.teacher.average._autocast_dtype = None
 
     found = []
     for before, expected in ((lambda task: None, torch.bfloat16), (unrounded, torch.float32)):

@@ -26,25 +26,26 @@ class CaptionDataConfig(DownstreamDataConfig):
     """Captioned shards."""
 
     max_caption: int = Field(
-        32, ge=3, description="tokens of a padded caption, [CLS] and [SEP] in; longer ones are cut"
+        32, ge=3, description="largest number of tokens of a caption, [CLS] and [SEP] included"
     )
     captions: Literal["one", "all"] = Field(
-        "all", description="every caption once an epoch, or one drawn per image"
+        "all", description="all: every caption once per epoch; one: a drawn caption per image"
     )
 
 
 class CaptionExample(NamedTuple):
     """One image with its captions."""
 
-    # (3, size, size)
+    # (3, size, size) float32
     pixels: Tensor
-    # The caption to write, "" in evaluation.
+    # Target of training, "" in evaluation.
     caption: str
+    # All captions, the references of evaluation.
     captions: tuple[str, ...]
 
 
 class CaptionBatch(NamedTuple):
-    """B images with a caption each; one sample that is not valid if all are bad."""
+    """B images with a caption each; if all samples are bad, one grey row that is not valid."""
 
     # (B, 3, size, size) float32
     pixels: Tensor
@@ -53,7 +54,7 @@ class CaptionBatch(NamedTuple):
     # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
-    # (R,), `predicted_positions` of the captions
+    # (R,) int64, `predicted_positions` of `caption_ids`
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> CaptionBatch:
@@ -62,7 +63,7 @@ class CaptionBatch(NamedTuple):
 
 
 class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
-    """Images of shard folders, or each of their captions."""
+    """Images of shard folders; with `captions_in` as the number of parts, an item per caption."""
 
     def __init__(
         self,
@@ -75,16 +76,16 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         self.config = config
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> CaptionExample:
-        """Make an image with all its captions; with `rng_for`, also the one to train on."""
+        """Make the example of item `number`; with `rng_for`, augmented and with a target."""
         captions = captions_of(item.raw.annotation)
         caption = ""
         if rng_for is not None:
             if not captions:
                 raise BadSample("no text", f"{item.where}: it has no caption")
-            part = item.part
+            index = item.part
             if self.config.captions == "one":
-                part = int(rng_for("caption").integers(len(captions)))
-            caption = captions[part]
+                index = int(rng_for("caption").integers(len(captions)))
+            caption = captions[index]
         image = decode_images(item.raw, 1)
         pixels = self.prepare(image, caption, number, rng_for)[0]
         return CaptionExample(pixels, caption, tuple(captions))
@@ -97,7 +98,7 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
     def batch(
         self, examples: list[CaptionExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> CaptionBatch:
-        """Stack images with one caption each; `valid` is (B,)."""
+        """Stack images with their targets; `valid` is (B,) bool."""
         tokens = self.text([example.caption for example in examples])
         longest = int(tokens.attention_mask.sum(1).max())
         pixels = torch.stack([example.pixels for example in examples])
@@ -107,5 +108,5 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
 
 
 def captions_in(annotation: Annotation) -> int:
-    """Count the captions of a sample, at least one, so that a sample without is a bad item."""
+    """Count the captions of a sample, at least 1: without a caption it becomes a bad item."""
     return max(1, len(captions_of(annotation)))

@@ -1,6 +1,6 @@
 """Captioning: a causal decoder attends to the image encoder's states.
 
-Its layers start as copies of the cross-modal encoder's, as its text stream attends to images, too.
+By default its layers start as copies of the cross-modal encoder's, as these attend to images, too.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class CaptionConfig(DownstreamConfig):
     kind: Literal["caption"] = Field("caption", description="selects this class")
     data: CaptionDataConfig = Field(description="shards to train on and to validate on")
     decoder: AnswerDecoderConfig = Field(
-        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+        AnswerDecoderConfig(), description="sizes and initial weights of the text decoder"
     )
     label_smoothing: float = Field(
         0.1, ge=0, lt=1, description="share of the target spread evenly over the vocabulary"
     )
-    beams: int = Field(3, ge=1, description="beams of the search for captions")
-    penalty: float = Field(0.6, ge=0, description="of length; see vlp.models.decoder")
+    beams: int = Field(3, ge=1, description="number of beams of the search for captions")
+    penalty: float = Field(0.6, ge=0, description="length penalty; see vlp.models.decoder")
     java: bool = Field(
-        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
+        True, description="evaluate with the PTB tokeniser and METEOR, which need Java"
     )
 
 
 class CaptionTask(WritingTask):
-    """Cross-entropy of each next word piece of a caption."""
+    """Next-token cross-entropy of captions."""
 
     metric: ClassVar[str] = "cider"
     untrained = SCORES | {"text_encoder.layers", "cross_encoder"}
@@ -58,22 +58,18 @@ class CaptionTask(WritingTask):
             self.model.freeze_untrained({"text_encoder.embedding"})
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
-        """Return the images of shard folders, each once."""
-        return CaptionDataset(
-            Items(folders, limit=limit), self.text, self.prepare, self.config.data
-        )
-
-    def training_dataset(
-        self, folders: Sequence[str | Path], limit: int | None = None
-    ) -> CaptionDataset:
-        """Return the images of shard folders, or all their captions, as configured."""
-        if self.config.data.captions == "one":
-            return self.dataset(folders, limit)
-        items = Items(folders, captions_in, limit)
+        """Return the dataset of shard folders' first `limit` images."""
+        items = Items(folders, limit=limit)
         return CaptionDataset(items, self.text, self.prepare, self.config.data)
 
+    def training_dataset(self) -> CaptionDataset:
+        """Return the dataset of `data.train`, an item per image or per caption as configured."""
+        data = self.config.data
+        items = Items(data.train, captions_in if data.captions == "all" else None, data.limit)
+        return CaptionDataset(items, self.text, self.prepare, data)
+
     def forward(self, batch: CaptionBatch, step: int) -> StepOutput:
-        """Compute cross-entropy per word piece in nats and the share of pieces predicted right."""
+        """Compute the loss in nats per word piece, and the token accuracy."""
         with self.autocast(batch.pixels.device):
             memory = self.remember(batch.pixels)
             output = answer_likelihood(
@@ -86,12 +82,11 @@ class CaptionTask(WritingTask):
                 positions=batch.places,
             )
         nats = -output.log_probability.where(batch.valid, 0)
-        hits, tokens = (
-            part.where(batch.valid, 0).sum() for part in (output.correct, output.tokens)
-        )
+        counts = output.correct, output.tokens
+        correct, tokens = (count.where(batch.valid, 0).sum() for count in counts)
         return self.step_output(
             {"words": Loss(nats.sum(), tokens)},
-            statistics={"token_accuracy": hits / tokens.clamp(min=1)},
+            statistics={"token_accuracy": correct / tokens.clamp(min=1)},
         )
 
     @torch.no_grad()
@@ -100,12 +95,12 @@ class CaptionTask(WritingTask):
         return self.write(self.remember(batch.pixels))
 
     def remember(self, pixels: Tensor) -> Memory:
-        """Encode images (B, 3, rows, columns) as the decoder's memory."""
+        """Encode images (B, 3, height, width) as the decoder's memory."""
         return self.decoder.remember(self.model.encode_image(pixels).states)
 
     @torch.no_grad()
     def write(self, memory: Memory) -> list[str]:
-        """Write a caption for each image that is encoded."""
+        """Write a caption for each row of `remember`."""
         return self.write_texts(memory, self.config.beams, self.config.penalty)
 
 
@@ -115,16 +110,8 @@ def build(
     """Build the task and its training data."""
     task = CaptionTask(config, parts, precision)
     task.start_decoder(parts)
-    dataset = task.training_dataset(config.data.train, config.data.limit)
-    return task, dataset.batches(config.data, batch, seed)
+    return task, task.training_dataset().batches(config.data, batch, seed)
 
 
-register_task(
-    DownstreamTask(
-        "caption",
-        CaptionConfig,
-        build,
-        CaptionTask.restore,
-        TaskCard("image captioning", "image-to-text", text=False),
-    )
-)
+_CARD = TaskCard("image captioning", "image-to-text", text=False)
+register_task(DownstreamTask("caption", CaptionConfig, build, CaptionTask.restore, _CARD))

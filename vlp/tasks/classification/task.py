@@ -1,4 +1,4 @@
-"""Classification of images: a timm model, cross-entropy, and DeiT's mixing of images."""
+"""Image classification: a timm model, cross-entropy, mixup and CutMix."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from vlp.tasks.vision_only import VisionTask
 
 
 class ClassificationConfig(Config):
-    """Model, images and loss. Mixing is drawn per step and rank, so it depends on the ranks.
+    """Model, images and loss.
 
-    Public timm weights get the normalisation of their training, unless `data` has a `mean` or
-    `std`.
+    Mixing pairs the images of a rank, so results depend on the number of ranks. With public
+    weights, `mean` and `std` of `data` are by default those of the weights.
     """
 
     kind: Literal["classification"] = Field("classification", description="selects this class")
@@ -38,8 +38,10 @@ class ClassificationConfig(Config):
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="share of the target spread evenly over all classes"
     )
-    mixup: float = Field(0.0, ge=0, description="alpha of Beta(alpha, alpha); 0 is off")
-    cutmix: float = Field(0.0, ge=0, description="likewise; with both, either half of the steps")
+    mixup: float = Field(0.0, ge=0, description="alpha of mixup's Beta(alpha, alpha); 0 is off")
+    cutmix: float = Field(
+        0.0, ge=0, description="alpha of CutMix; 0 is off; with mixup, each step draws one of both"
+    )
 
     @model_validator(mode="after")
     def _normalise_as_the_weights(self) -> ClassificationConfig:
@@ -47,7 +49,7 @@ class ClassificationConfig(Config):
             import vlp.models.vision  # noqa: F401  # registers our names with timm
 
             cfg = None
-            with suppress(RuntimeError):  # where the model is made, the name is refused
+            with suppress(RuntimeError):  # unknown name: `create_backbone` refuses it later
                 cfg = get_pretrained_cfg(self.model.name)
             if cfg is not None:
                 overlay = self.model.options.get("pretrained_cfg_overlay") or {}
@@ -59,7 +61,7 @@ class ClassificationConfig(Config):
 
 
 class Classification(VisionTask):
-    """Cross-entropy of one label an image."""
+    """Cross-entropy of one label per image."""
 
     config_class = ClassificationConfig
 
@@ -77,9 +79,9 @@ class Classification(VisionTask):
         )
 
     def forward(self, batch: LabelledBatch, step: int) -> StepOutput:
-        """Compute the loss, and the share of right answers where images are not mixed."""
+        """Compute the loss in nats per image, and the accuracy unless images are mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
-        pixels, targets, mixed = self._mix(batch.pixels, targets, step)
+        pixels, targets, is_mixed = self._mix(batch.pixels, targets, step)
         fuse_by_device(self.model, pixels)
         with self.autocast(pixels.device):
             logits = self.model(pixels)
@@ -89,38 +91,39 @@ class Classification(VisionTask):
         nats = -(targets * logits.log_softmax(-1)).sum(-1)
         losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
         statistics = {}
-        if not mixed:
+        if not is_mixed:
             statistics["accuracy"] = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics=statistics)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the values that `restore` needs in addition to the configuration."""
+        """Return the class names."""
         return {"classes": self.classes}
 
     @classmethod
     def restore(cls, config: ClassificationConfig, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with fresh weights."""
+        """Create the task of a model folder with initial weights, never public ones."""
         model = config.model.model_copy(update={"pretrained": False})
         return cls(config.model_copy(update={"model": model}), metadata["classes"])
 
     def _mix(self, pixels: Tensor, targets: Tensor, step: int) -> tuple[Tensor, Tensor, bool]:
-        """Mix every image with the one at the mirrored place of the batch."""
+        """Mix pixels and targets of row i with row B - 1 - i; also return whether it mixed."""
         mixup, cutmix = self.config.mixup, self.config.cutmix
         if not (self.training and (mixup or cutmix)) or len(pixels) < 2:
             return pixels, targets, False
         rng = make_rng(self.seed, step, 0, "mix")
-        cut = bool(cutmix) and (not mixup or rng.random() < 0.5)
-        alpha = cutmix if cut else mixup
+        is_cutmix = bool(cutmix) and (not mixup or rng.random() < 0.5)
+        alpha = cutmix if is_cutmix else mixup
+        # Of the row itself; its partner has the rest.
         share = float(rng.beta(alpha, alpha))
-        if cut:
+        if is_cutmix:
             height, width = pixels.shape[-2:]
             rows, columns = (round(side * (1 - share) ** 0.5) for side in (height, width))
             top = int(rng.integers(height - rows + 1))
             left = int(rng.integers(width - columns + 1))
             box = (..., slice(top, top + rows), slice(left, left + columns))
-            mixed = pixels.clone()
-            mixed[box] = pixels.flip(0)[box]
-            pixels, share = mixed, 1 - rows * columns / (height * width)
+            mixed_pixels = pixels.clone()
+            mixed_pixels[box] = pixels.flip(0)[box]
+            pixels, share = mixed_pixels, 1 - rows * columns / (height * width)
         else:
             pixels = share * pixels + (1 - share) * pixels.flip(0)
         return pixels, share * targets + (1 - share) * targets.flip(0), True
@@ -133,11 +136,11 @@ def build(
     images = open_labelled(config.data.train, config.data.classes)
     if len(images.classes) < 2:
         raise ConfigError(
-            f"{config.data.train}: all images are of the class {images.classes[0]!r}, there is "
-            "nothing to tell apart; is it the folder that holds the class folders?"
+            f"{config.data.train}: all images are of one class, {images.classes[0]!r}; give the "
+            "folder that holds the class folders"
         )
     if config.data.classes is None:
         require_images(config.data.train, images.classes)
-    open_labelled(config.data.test, images.classes)
+    open_labelled(config.data.test, images.classes)  # so that its errors come before training
     data = labelled_data(images, config.data, batch, seed)
     return Classification(config, images.classes, precision, seed), data

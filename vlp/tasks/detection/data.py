@@ -1,4 +1,4 @@
-"""Detection data: COCO or generated scenes, as images of several sizes with boxes and classes."""
+"""Detection data: COCO or generated scenes, as images of various sizes with boxes and classes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ class CocoSource(Config):
 
     format: Literal["coco"] = Field(description="selects this class")
     annotations: str = Field(
-        description="a file such as instances_train2017.json", json_schema_extra={"resume": "path"}
+        description="annotation file such as instances_train2017.json",
+        json_schema_extra={"resume": "path"},
     )
     images: str = Field(
-        description="a folder or a plain tar file of its images",
+        description="folder or uncompressed tar file of the images",
         json_schema_extra={"resume": "path"},
     )
 
@@ -63,30 +64,37 @@ class SceneSource(Config):
 
     format: Literal["scenes"] = Field(description="selects this class")
     count: int = Field(ge=1, description="number of images")
-    split: Split = Field("train", description="no other split has the same contents")
-    seed: int = Field(0, ge=0, description="of the scenes; all runs of a comparison share it")
+    split: Split = Field("train", description="split of the corpus; splits share no contents")
+    seed: int = Field(
+        0, ge=0, description="seed of the scenes; all runs of a comparison must share it"
+    )
 
 
 ObjectSource = Annotated[CocoSource | SceneSource, Field(discriminator="format")]
 
 
 class ObjectImage(NamedTuple):
-    """An RGB image and its objects, in pixels of `width` x `height` (the annotation's size)."""
+    """An RGB image and its objects."""
 
+    # It may be stored in another size than `width` x `height`.
     image: Image.Image
+    # Pixels of the annotated image, in which boxes and areas are measured.
     width: int
     height: int
     # (objects, 4): left, top, right, bottom, inside the image
     boxes: NDArray[np.float64]
-    # (objects,) each; areas are for COCO's small, medium and large.
+    # (objects,) index in `ObjectImages.classes`
     labels: NDArray[np.int64]
+    # (objects,) square pixels, for COCO's small, medium and large
     areas: NDArray[np.float64]
+    # (objects,) True = a region of several objects, which is no target
     crowds: NDArray[np.bool_]
+    # Location for messages.
     where: str
 
 
 class ObjectImages(Protocol):
-    """An image and its objects by number, 0 to len - 1."""
+    """Images and their objects by number, 0 to len - 1."""
 
     classes: tuple[str, ...]
 
@@ -94,24 +102,24 @@ class ObjectImages(Protocol):
         """Return the number of images."""
 
     def read(self, number: int) -> ObjectImage:
-        """Read an image; BadSample if it cannot be read."""
+        """Read an image; raises BadSample."""
 
 
 class SceneImages:
-    """Generated scenes as images with objects; every size shows the same scenes."""
+    """Generated scenes as images with objects; scene n has the same contents at every size."""
 
     classes: tuple[str, ...] = SHAPES
 
     def __init__(self, source: SceneSource, image_size: int) -> None:
         if image_size < 16:
-            raise ConfigError(f"scenes have 16 px a side at least, not {image_size}")
+            raise ConfigError(f"scenes need sides of 16 px or more, not {image_size}")
         self._source, self._size = source, image_size
 
     def __len__(self) -> int:
         return self._source.count
 
     def read(self, number: int) -> ObjectImage:
-        """Read scene `number` of the split."""
+        """Render scene `number` of the split."""
         source, side = self._source, self._size
         scene = sample_scene(source.seed, number, source.split, side)
         boxes = np.array([obj.box for obj in scene.objects], dtype=np.float64)
@@ -164,17 +172,17 @@ AnyRow = TypeVar("AnyRow", bound=_Row)
 
 
 class CocoImages:
-    """Images of an annotation file in the order of their ids, also those without objects.
+    """Images of an annotation file in the order of their ids, with or without objects.
 
-    Boxes follow the rule of `vlp.data.boxes`. Classes are the categories in the order of their ids.
+    Boxes are clipped to their image (`vlp.data.boxes.clip_box`).
 
     Args:
-        classes: names in the order of training; None takes the file's.
+        classes: names in the order of training; None: the file's categories in the order of ids.
     """
 
     def __init__(self, source: CocoSource, classes: Sequence[str] | None = None) -> None:
         file = Path(source.annotations)
-        content = _read(file)
+        content = _read_annotations(file)
         faults: dict[str, list[str]] = defaultdict(list)
         self._file = file
         self._images = sorted(_rows(file, content, "images", _Image, faults), key=_id_order)
@@ -182,7 +190,7 @@ class CocoImages:
         categories = _rows(file, content, "categories", _Category, faults)
         if not self._images or not categories:
             raise ConfigError(f"{file}: no images, or no categories")
-        categories = _with_unique_names(categories, annotations)
+        categories = _drop_unused(categories, annotations)
         names = [category.name for category in categories]
         _require_unique(file, "images with the same id", [image.id for image in self._images])
         _require_unique(file, "categories with the same id", [row.id for row in categories])
@@ -197,7 +205,7 @@ class CocoImages:
         self._objects = self._by_image(annotations, faults)
         if annotations and not self._objects:
             raise ConfigError(f"{file}: no annotation can be used; {_summary(faults)}")
-        # One bad row of thousands should not cost the run, so it is only left out.
+        # Bad rows are left out: a few of thousands should not end the run.
         if faults:
             logger.warning("%s: %s", file, _summary(faults))
         self._files = _ImageFiles(Path(source.images), [image.file_name for image in self._images])
@@ -206,13 +214,12 @@ class CocoImages:
         return len(self._images)
 
     def read(self, number: int) -> ObjectImage:
-        """Return image `number`, in the order of ids, and its objects."""
+        """Read image `number`, in the order of ids, and its objects; raises BadSample."""
         entry = self._images[number]
         where = f"{self._file}, image {entry.id} ({entry.file_name})"
         content = self._files.read(entry.file_name, where)
         image = decode_image(content, where)
-        # Boxes are shares of the annotated size, so the image may be stored smaller. Some tools
-        # annotate before EXIF turns the image.
+        # The image may be stored smaller than annotated, and annotated before EXIF turned it.
         size = entry.width, entry.height
         if (turn := turn_of(size, image.size, 1)) is None:
             with decoder_errors(where), open_image(content, where) as header:
@@ -226,8 +233,8 @@ class CocoImages:
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
             upright = size[1], size[0]
-            turned = [shares(corners, size, turn) for _, corners in objects]
-            size, boxes = upright, np.array(turned).reshape(-1, 4) * (upright * 2)
+            upright_boxes = [shares(corners, size, turn) for _, corners in objects]
+            size, boxes = upright, np.array(upright_boxes).reshape(-1, 4) * (upright * 2)
         return ObjectImage(
             image,
             size[0],
@@ -261,65 +268,69 @@ class CocoImages:
 
 
 class _ImageFiles:
-    """A folder or a plain tar file of images, by those file names."""
+    """Images in a folder or an uncompressed tar file, by the file names of annotations."""
 
-    def __init__(self, root: Path, names: Sequence[str]) -> None:
-        self._root, self._entries = root, names
+    def __init__(self, root: Path, file_names: Sequence[str]) -> None:
+        self._root = root
+        self._file_names = [_normalise_name(name) for name in file_names]
         self._members: dict[str, Member] | None = None
         if root.is_file():
             members, problem = read_members(root, MAX_ARCHIVE_MEMBERS)
             if problem is not None:
-                raise ConfigError(f"{root}: {problem}; images come in a plain tar file")
+                raise ConfigError(f"{root}: {problem}; images need a folder or a plain tar file")
             self._members = {member.name.removeprefix("./"): member for member in members}
         elif not root.is_dir():
             raise ConfigError(f"{root}: there is neither a folder nor a tar file of images")
 
-    def read(self, name: str, where: str) -> bytes:
-        """Return one as it is stored; raises BadSample where it is not there."""
-        name = _plain_name(name)
+    def read(self, file_name: str, where: str) -> bytes:
+        """Read an encoded image; raises BadSample for a missing image and an ambiguous name."""
+        name = _normalise_name(file_name)
         if ".." in name.split("/"):
             raise BadSample("missing image", f"{where}: outside {self._root}")
         try:
-            path = self._path(name, where)
+            path = self._find(name, where)
             if self._members is None:
                 return (self._root / path).read_bytes()
             member = self._members[path]
             with self._root.open("rb") as tar:
                 tar.seek(member.offset)
                 return tar.read(member.size)
-        except (KeyError, OSError, ValueError) as error:  # or the name cannot be one
+        # ValueError: the name holds a null byte.
+        except (KeyError, OSError, ValueError) as error:
             raise BadSample("missing image", f"{where}: not in {self._root}") from error
 
-    def _path(self, name: str, where: str) -> str:
+    def _find(self, name: str, where: str) -> str:
+        """Return the path of a name in the folder or tar file, "" if there is no such file."""
         if self._members is None:
             exists = not name.startswith("/") and (self._root / name).is_file()
         else:
             exists = name in self._members
-        path = name if exists else self._names.find(name)
-        if not exists and path in self._names.ambiguous:
+        path = name if exists else self._paths.find(name)
+        if not exists and path in self._paths.ambiguous:
             raise BadSample("image of several names", f"{where}: {path} in {self._root}")
         return path or ""
 
     @cached_property
-    def _names(self) -> FileNames:
-        # Listing a large folder takes long, so it waits for the first name that does not exist.
+    def _paths(self) -> FileNames:
+        # Listing a large folder takes long: only the first name that does not exist needs it.
         root = self._root.resolve()
         if self._members is not None:
-            names = FileNames({name: f"{root.with_suffix('')}/{name}" for name in self._members})
+            paths = FileNames({name: f"{root.with_suffix('')}/{name}" for name in self._members})
         else:
             files = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
-            names = FileNames({str(file.relative_to(root)): str(file) for file in files})
-        # A later entry may share the file of an earlier one, so `ambiguous` needs all look-ups.
-        for name in self._entries:
-            names.find(_plain_name(name))
-        return names
+            paths = FileNames({str(file.relative_to(root)): str(file) for file in files})
+        # `ambiguous` has the files of several names among all names looked up so far.
+        for name in self._file_names:
+            paths.find(name)
+        return paths
 
 
-def _plain_name(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return name.replace("\\", "/").removeprefix("./")
 
 
 def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
+    """Sort numbers before strings, which do not compare."""
     return isinstance(row.id, str), row.id
 
 
@@ -331,35 +342,36 @@ def _area(annotation: _Object, corners: Corners) -> float:
 
 
 def _summary(faults: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{len(rows)} {kind}: {rows[0]}" for kind, rows in faults.items())
+    """Return the number and the first case of each kind of fault."""
+    return "; ".join(f"{len(cases)} {kind}: {cases[0]}" for kind, cases in faults.items())
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_annotations(file: Path) -> dict[str, list[Any]]:
     try:
         content = parse_json(file.read_bytes(), "replace")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not JSON ({error})") from error
-    for part in ("images", "annotations", "categories"):
+    parts = ("images", "annotations", "categories")
+    for part in parts:
         if not isinstance(content, dict) or not isinstance(content.get(part), list):
             raise ConfigError(f"{file}: no list {part!r}; is it an instances file of COCO?")
-    document: dict[str, Any] = content
-    return document
+    return {part: content[part] for part in parts}
 
 
 def _rows(
     file: Path,
-    content: dict[str, Any],
+    content: dict[str, list[Any]],
     part: str,
-    layout: type[AnyRow],
+    row_class: type[AnyRow],
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
-    """Return the rows of a list that fit and count the others; raise an error if no row fits."""
+    """Return the valid rows of a list; add the others to `faults`, or raise an error if all are."""
     rows, invalid = [], []
     for number, row in enumerate(content[part]):
         try:
-            rows.append(layout.model_validate(row))
+            rows.append(row_class.model_validate(row))
         except ValidationError as error:
             problem = error.errors()[0]
             location = ".".join(map(str, (f"{part}[{number}]", *problem["loc"])))
@@ -371,48 +383,50 @@ def _rows(
     return rows
 
 
-def _with_unique_names(
-    categories: Iterable[_Category], annotations: Iterable[_Object]
+def _drop_unused(
+    categories: Sequence[_Category], annotations: Sequence[_Object]
 ) -> list[_Category]:
-    """Sort categories by id, without unused ones that share a name."""
-    # Roboflow adds a root category, without objects, that may be named like a class.
-    used = {annotation.category_id for annotation in annotations}
-    categories = sorted(categories, key=_id_order)
-    names = {row.name for row in categories if row.id in used}
-    return [row for row in categories if row.id in used or row.name not in names]
+    """Sort categories by id, without categories that have a used category's name and no objects."""
+    # Roboflow adds a root category, without objects, that may have the name of a class.
+    used_ids = {annotation.category_id for annotation in annotations}
+    used_names = {row.name for row in categories if row.id in used_ids}
+    rows = [row for row in categories if row.id in used_ids or row.name not in used_names]
+    return sorted(rows, key=_id_order)
 
 
-def _require_unique(file: Path, what: str, values: Sequence[Any]) -> None:
+def _require_unique(file: Path, fault: str, values: Sequence[Any]) -> None:
     if duplicates := [value for value, count in Counter(values).items() if count > 1]:
         duplicates.sort(key=str)
-        raise ConfigError(f"{file}: {what}: {', '.join(map(str, duplicates[:5]))}")
+        raise ConfigError(f"{file}: {fault}: {', '.join(map(str, duplicates[:5]))}")
 
 
 DETR_SIZES = tuple(range(480, 801, 32))
 
 
 class DetectionDataConfig(MapDatasetConfig):
-    """Images with boxes, and the sizes at which they are seen; DETR's are the defaults.
+    """Images with boxes, and the sizes to which they are resized, by default DETR's.
 
-    Aspect ratios stay, up to rounding to whole multiples. Scenes are drawn at the largest size.
+    The aspect ratio stays, up to rounding to multiples of `multiple`. Scenes are rendered at the
+    largest size.
     """
 
     train: ObjectSource = Field(description="images to train on, of one `format`")
     test: ObjectSource = Field(description="images to evaluate on, of one `format`")
     sizes: tuple[PositiveInt, ...] = Field(
-        DETR_SIZES, min_length=1, description="shorter side in pixels, one is drawn for each visit"
+        DETR_SIZES, min_length=1, description="shorter sides in pixels; each visit draws one"
     )
     test_sizes: tuple[PositiveInt, ...] = Field(
-        (), description="shorter sides of the evaluation; empty is the largest of `sizes`"
+        (), description="shorter sides in evaluation; empty: the largest of `sizes`"
     )
-    longest: int = Field(1333, ge=1, description="longer side in pixels at most")
+    longest: int = Field(1333, ge=1, description="largest longer side in pixels")
     multiple: int = Field(
         32, ge=1, description="sides are multiples of this number of pixels, the backbone's stride"
     )
-    hflip: bool = Field(True, description="left and right, every other time")
+    hflip: bool = Field(True, description="horizontal flip with probability 0.5")
     crop: float = Field(0.0, ge=0, le=1, description="probability of a random crop; DETR: 0.5")
     crop_sides: CropScale = Field(
-        (0.64, 1.0), description="share of either side that a crop keeps; DETR's is 384 to 600 px"
+        (0.64, 1.0),
+        description="least and largest share of each side that a crop keeps; DETR: 384 to 600 px",
     )
     mean: ChannelMeans = Field(
         (0.485, 0.456, 0.406),
@@ -425,18 +439,18 @@ class DetectionDataConfig(MapDatasetConfig):
 
     @property
     def evaluation_sizes(self) -> tuple[int, ...]:
-        """Return the sizes of the evaluation."""
+        """Return the shorter sides in evaluation."""
         return self.test_sizes or (max(self.sizes),)
 
     @property
     def shapes_differ(self) -> bool:
-        """Return whether images may be other than squares; scenes are squares."""
+        """Return whether some images are not square; uncropped scenes are square."""
         scenes = isinstance(self.train, SceneSource) and isinstance(self.test, SceneSource)
         return not scenes or self.crop > 0
 
     @property
     def largest_side(self) -> int:
-        """Return the pixels of the longest side in training."""
+        """Return the largest longer side in training, in pixels."""
         side = self.longest if self.shapes_differ else max(self.sizes)
         return fit_size(side, side, side, self.longest, self.multiple)[0]
 
@@ -445,20 +459,20 @@ class DetectionDataConfig(MapDatasetConfig):
         for size in (*self.sizes, *self.test_sizes):
             if not self.multiple <= size <= self.longest:
                 raise ValueError(
-                    f"size {size} is not between multiple {self.multiple} and longest "
-                    f"{self.longest}"
+                    f"size {size} must be at least `multiple` {self.multiple} and at most "
+                    f"`longest` {self.longest}"
                 )
         return self
 
 
 class DetectionBatch(NamedTuple):
-    """B images of different sizes with their objects."""
+    """B images of different sizes with their objects; no image if all samples are bad."""
 
-    # B times (3, height, width) float32, normalised
+    # B tensors (3, height, width) float32, normalised
     pixels: tuple[Tensor, ...]
-    # B times (objects, 4) float32, centre x, y, width, height as shares of the image
+    # B tensors (objects, 4) float32: centre x, y, width, height as shares of the image
     boxes: tuple[Tensor, ...]
-    # B times (objects,) int64
+    # B tensors (objects,) int64
     labels: tuple[Tensor, ...]
     # (B,) bool
     valid: Tensor
@@ -480,13 +494,16 @@ class DetectionSample(NamedTuple):
 def open_objects(
     source: CocoSource | SceneSource, image_size: int, classes: Sequence[str] | None = None
 ) -> ObjectImages:
-    """Open the images of a configuration; `classes` are the names of training in order, or None."""
+    """Open a source of images; scenes have sides of `image_size` pixels.
+
+    `classes` are names in the order of training; None takes the source's.
+    """
     if isinstance(source, CocoSource):
         return CocoImages(source, classes)
     scenes = SceneImages(source, image_size)
     if classes is not None and tuple(classes) != scenes.classes:
         raise ConfigError(
-            f"scenes have the classes {', '.join(scenes.classes)}; the model knows "
+            f"scenes have the classes {', '.join(scenes.classes)}, but the model was trained on "
             f"{', '.join(classes[:5])}"
         )
     return scenes
@@ -495,70 +512,66 @@ def open_objects(
 def fit_size(
     width: int, height: int, shortest: int, longest: int, multiple: int
 ) -> tuple[int, int]:
-    """Return the width and height in pixels at which an image is seen.
+    """Return the width and height in pixels to which an image is resized.
 
-    The shorter side is `shortest`, unless the longer one would exceed `longest`; both are rounded
-    to multiples of `multiple`.
+    The shorter side becomes `shortest`, or less if the longer side would exceed `longest`; both are
+    rounded to multiples of `multiple`.
     """
-    # Multiples of a feature map's cell also leave few shapes, so that more images share one.
+    # With multiples few shapes are possible, so that more images of a batch have the same shape.
     scale = min(shortest / min(width, height), longest / max(width, height))
     limit = max(longest // multiple, 1)
-    sides = (min(max(round(scale * side / multiple), 1), limit) for side in (width, height))
-    fitted_width, fitted_height = (side * multiple for side in sides)
-    return fitted_width, fitted_height
+    cells = (min(max(round(scale * side / multiple), 1), limit) for side in (width, height))
+    new_width, new_height = (count * multiple for count in cells)
+    return new_width, new_height
 
 
 class DetectionSamples:
-    """Training images with crop, size and flip, and at most `most` objects each."""
+    """Training samples: images with crop, size and flip, and at most `max_objects` objects each."""
 
-    def __init__(self, images: ObjectImages, config: DetectionDataConfig, most: int) -> None:
-        self.images, self.config, self.most = images, config, most
+    def __init__(self, images: ObjectImages, config: DetectionDataConfig, max_objects: int) -> None:
+        self.images, self.config, self.max_objects = images, config, max_objects
         self._preprocessing = Preprocessing(max(config.sizes), config.mean, config.std)
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     def __call__(self, number: int, rng_for: RngFactory) -> DetectionSample:
-        """Read pixels, boxes and labels."""
-        config, read = self.config, self.images.read(number)
+        """Read and augment image `number`; raises BadSample."""
+        config, sample = self.config, self.images.read(number)
         # As in DETR, crowds are no targets.
-        image, boxes, labels = _without_crowds(read)
+        image, labels = sample.image, sample.labels[~sample.crowds]
+        # Left, top, right and bottom as shares of the image.
+        boxes = sample.boxes[~sample.crowds] / np.array([sample.width, sample.height] * 2, float)
         rng = rng_for("crop")
         if rng.random() < config.crop:
             image, boxes, labels = _crop(image, boxes, labels, config.crop_sides, rng)
-        if len(labels) > self.most:
+        if len(labels) > self.max_objects:
             raise BadSample(
-                "more objects than queries", f"{read.where}: {len(labels)}, not {self.most}"
+                "more objects than queries",
+                f"{sample.where}: {len(labels)} objects, {self.max_objects} queries",
             )
         shortest = config.sizes[int(rng_for("size").integers(len(config.sizes)))]
-        size = fit_size(image.width, image.height, shortest, config.longest, config.multiple)
-        image = _resized(image, size)
+        image = _resize(image, shortest, config)
         if config.hflip and rng_for("mirror").random() < 0.5:
             image = ImageOps.mirror(image)
             boxes = np.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], -1)
-        centres = np.concatenate(
-            [boxes[:, :2] + boxes[:, 2:], 2 * (boxes[:, 2:] - boxes[:, :2])], -1
-        )
+        centres, sides = (boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]
         return DetectionSample(
             self._preprocessing.normalise(image),
-            torch.from_numpy(centres / 2).float(),
+            torch.from_numpy(np.concatenate([centres, sides], -1)).float(),
             torch.from_numpy(labels),
         )
 
 
 def detection_data(
-    images: ObjectImages, config: DetectionDataConfig, most: int, batch: int, seed: int
+    images: ObjectImages, config: DetectionDataConfig, max_objects: int, batch: int, seed: int
 ) -> OrderedData:
-    """Return the training batches of `images` by the settings `config.train`."""
-    samples = DetectionSamples(images, config, most)
-    return indexed_data(len(samples), samples, _collate, config, batch, seed)
+    """Return the training batches of `images`, which were opened from `config.train`."""
+    samples = DetectionSamples(images, config, max_objects)
+    return indexed_data(len(images), samples, _collate, config, batch, seed)
 
 
-def evaluation_pixels(read: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
+def evaluation_pixels(sample: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
     """Prepare an image for evaluation, its shorter side `size`: (3, height, width) float32."""
-    image = read.image
-    fitted = fit_size(image.width, image.height, size, config.longest, config.multiple)
-    return Preprocessing(size, config.mean, config.std).normalise(_resized(image, fitted))
+    image = _resize(sample.image, size, config)
+    return Preprocessing(size, config.mean, config.std).normalise(image)
 
 
 def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
@@ -571,14 +584,9 @@ def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...])
     )
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+def _resize(image: Image.Image, shortest: int, config: DetectionDataConfig) -> Image.Image:
+    size = fit_size(image.width, image.height, shortest, config.longest, config.multiple)
     return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
-
-
-def _without_crowds(read: ObjectImage) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Return image, boxes (left, top, right, bottom) as shares of it, and labels."""
-    sides = np.array([read.width, read.height] * 2, dtype=np.float64)
-    return read.image, read.boxes[~read.crowds] / sides, read.labels[~read.crowds]
 
 
 def _crop(
@@ -588,11 +596,11 @@ def _crop(
     sides: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Crop an image at random and clip its boxes, which are shares of the image."""
-    full = np.array(image.size)
-    crop = np.maximum(np.rint(full * rng.uniform(*sides, 2)), 1).astype(int)
-    start = rng.integers(full - crop + 1)
-    image = image.crop((*start.tolist(), *(start + crop).tolist()))
-    boxes = np.clip((boxes * np.tile(full, 2) - np.tile(start, 2)) / np.tile(crop, 2), 0, 1)
-    inside = (boxes[:, 2:] > boxes[:, :2]).all(-1)
-    return image, boxes[inside], labels[inside]
+    """Crop an image at random; clip its boxes (shares of the image) and drop those outside."""
+    size = np.array(image.size)
+    crop_size = np.maximum(np.rint(size * rng.uniform(*sides, 2)), 1).astype(int)
+    start = rng.integers(size - crop_size + 1)
+    image = image.crop((*start.tolist(), *(start + crop_size).tolist()))
+    boxes = np.clip((boxes * np.tile(size, 2) - np.tile(start, 2)) / np.tile(crop_size, 2), 0, 1)
+    is_inside = (boxes[:, 2:] > boxes[:, :2]).all(-1)
+    return image, boxes[is_inside], labels[is_inside]

@@ -15,8 +15,8 @@ from torchvision.ops import box_convert, generalized_box_iou, generalized_box_io
 
 from vlp.objectives.loss import Loss
 
-# Cost in place of a number that is not finite: the loss reports it, the matching goes on.
-IMPOSSIBLE = 1e6
+# Matching cost in place of a non-finite one: scipy refuses such costs, and the loss reports them.
+MAX_COST = 1e6
 
 
 def matching_cost(
@@ -26,58 +26,59 @@ def matching_cost(
     objects: Tensor,
     weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
 ) -> Tensor:
-    """Compute the cost of each object for each query: - w0 p(class) + w1 L1 - w2 GIoU.
+    """Compute matching costs, w0 (-p(class)) + w1 L1 - w2 GIoU, without gradient.
+
+    The result is (..., queries, objects).
 
     Args:
         logits: (..., queries, classes + 1).
         boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
         labels: (objects,) int64.
-        objects: (objects, 4), like boxes.
-
-    Returns:
-        (..., queries, objects), without gradient.
+        objects: (objects, 4), as `boxes`.
+        weights: w0, w1 and w2.
     """
     with torch.no_grad():
-        # No logarithm as in the loss, so that the class weighs as much as the boxes.
+        # Not the logarithm, so that the class term has the scale of the box terms (DETR, 3.1).
         probability = logits.softmax(-1)[..., labels]
         distance = torch.cdist(boxes, objects.expand(*boxes.shape[:-2], -1, -1), p=1)
         corners = box_convert(boxes.flatten(0, -2), "cxcywh", "xyxy")
-        overlap = generalized_box_iou(corners, box_convert(objects, "cxcywh", "xyxy"))
-        on_class, on_distance, on_overlap = weights
-        overlap = overlap.view_as(distance)
-        return on_distance * distance - on_class * probability - on_overlap * overlap
+        giou = generalized_box_iou(corners, box_convert(objects, "cxcywh", "xyxy"))
+        w_class, w_distance, w_giou = weights
+        return w_distance * distance - w_class * probability - w_giou * giou.view_as(distance)
 
 
 def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
     """Find the assignment of least total cost for every cost matrix (queries, objects).
 
-    Each result (objects,) holds the queries, all different, of objects 0, 1, ....
+    Each result (objects,) has the query of each object; the queries are different.
     """
     assignments = []
     for cost in costs:
         queries, objects = cost.shape
         if objects > queries:
             raise ValueError(f"{objects} objects are more than {queries} queries")
-        finite = torch.nan_to_num(cost, IMPOSSIBLE, IMPOSSIBLE, -IMPOSSIBLE).double().cpu().numpy()
-        query, number = linear_sum_assignment(finite)
+        finite = torch.nan_to_num(cost, MAX_COST, MAX_COST, -MAX_COST).double().cpu().numpy()
+        query_index, object_index = linear_sum_assignment(finite)
         assignment = np.empty(objects, dtype=np.int64)
-        assignment[number] = query
+        assignment[object_index] = query_index
         assignments.append(assignment)
     return assignments
 
 
-# A `Loss` has an integer count, so the weight of 'no object' counts in thousandths.
-_PARTS = 1000
+# Weight of a matched query in the class term; 'no object' has a part of it. Integers, as the count
+# of a `Loss` is one.
+_MATCHED_WEIGHT = 1000
 
 
 class SetLosses(NamedTuple):
-    """Sums of one decoder layer: class, L1 and GIoU, and how well matched queries do."""
+    """Losses of one decoder layer, and numbers of its matched queries."""
 
     classes: Loss
     l1: Loss
     giou: Loss
-    # Matched queries with the right class, and all matched ones, both scalars.
+    # Number of matched queries with the right class, 0-d.
     right: Tensor
+    # Number of matched queries, 0-d.
     matched: Tensor
 
 
@@ -89,24 +90,24 @@ def set_losses(
     cost: tuple[float, float, float] = (1.0, 5.0, 2.0),
     no_object: float = 0.1,
 ) -> list[SetLosses]:
-    """Match each decoder layer with the objects and compute its losses.
+    """Match the queries of each decoder layer with the objects and compute its losses.
 
     The class term is a cross-entropy over all queries, normalised by the sum of their weights; box
-    terms are normalised by the number of objects.
+    terms are sums over matched queries, normalised by the number of objects.
 
     Args:
         logits: (layers, B, queries, classes + 1), the last class is 'no object'.
         boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the image.
-        labels: of each image, (objects,) int64.
-        objects: of each image, (objects, 4), like boxes.
+        labels: B tensors (objects,) int64.
+        objects: B tensors (objects, 4), as `boxes`.
         cost: weights of class, L1 and GIoU in the matching.
-        no_object: weight of queries without object, in thousandths at the finest.
+        no_object: weight of queries without object, a multiple of 0.001.
     """
-    share = round(no_object * _PARTS)
-    if abs(share - no_object * _PARTS) > 1e-6:
-        raise ValueError(f"no_object {no_object} is no whole number of thousandths")
+    no_object_weight = round(no_object * _MATCHED_WEIGHT)
+    if abs(no_object_weight - no_object * _MATCHED_WEIGHT) > 1e-6:
+        raise ValueError(f"no_object {no_object} must be a multiple of {1 / _MATCHED_WEIGHT}")
     layers, images, queries, classes = logits.shape
-    # One transfer to the host an image for all layers: (image, layer) after (image, layer).
+    # One transfer to the host per image; the matrices are in the order image, then layer.
     costs = [
         cost_matrix
         for number in range(images)
@@ -115,37 +116,33 @@ def set_losses(
         ).cpu()
     ]
     assignments = [torch.from_numpy(assignment) for assignment in match(costs)]
-    label = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
-    target = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
-    image = torch.arange(images).repeat_interleave(
+    target_labels = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
+    target_boxes = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
+    image_index = torch.arange(images).repeat_interleave(
         torch.tensor([len(image_labels) for image_labels in labels], dtype=torch.int64)
     )
-    out = []
+    losses = []
     for layer in range(layers):
-        query = torch.cat([assignments[n * layers + layer] for n in range(images)] or [image])
-        index = image.to(logits.device), query.to(logits.device)
-        target_classes = torch.full((images, queries), classes - 1, device=logits.device)
-        target_classes[index] = label
-        weight = torch.full((images, queries), share, device=logits.device)
-        weight[index] = _PARTS
-        errors = functional.cross_entropy(
-            logits[layer].flatten(0, 1), target_classes.flatten(), reduction="none"
+        of_layer = [assignments[number * layers + layer] for number in range(images)]
+        query_index = torch.cat(of_layer or [image_index])
+        index = image_index.to(logits.device), query_index.to(logits.device)
+        query_labels = torch.full((images, queries), classes - 1, device=logits.device)
+        query_labels[index] = target_labels
+        weight = torch.full((images, queries), no_object_weight, device=logits.device)
+        weight[index] = _MATCHED_WEIGHT
+        nats = functional.cross_entropy(
+            logits[layer].flatten(0, 1), query_labels.flatten(), reduction="none"
         )
-        predicted = boxes[layer][index]
-        count = torch.tensor(len(label), device=logits.device)
-        out.append(
+        matched_boxes = boxes[layer][index]
+        corners = (box_convert(part, "cxcywh", "xyxy") for part in (matched_boxes, target_boxes))
+        count = torch.tensor(len(target_labels), device=logits.device)
+        losses.append(
             SetLosses(
-                Loss((errors * weight.flatten()).sum(), weight.sum()),
-                Loss((predicted - target).abs().sum(), count),
-                Loss(_giou_loss(predicted, target), count),
-                (logits[layer][index].detach()[:, :-1].argmax(-1) == label).sum(),
+                Loss((nats * weight.flatten()).sum(), weight.sum()),
+                Loss((matched_boxes - target_boxes).abs().sum(), count),
+                Loss(generalized_box_iou_loss(*corners, reduction="sum"), count),
+                (logits[layer][index].detach()[:, :-1].argmax(-1) == target_labels).sum(),
                 count,
             )
         )
-    return out
-
-
-def _giou_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    boxes, targets = (box_convert(part, "cxcywh", "xyxy") for part in (predicted, target))
-    loss: Tensor = generalized_box_iou_loss(boxes, targets, reduction="sum")
-    return loss
+    return losses

@@ -1,4 +1,4 @@
-"""Average precision as COCO has it, by pycocotools."""
+"""COCO's average precision, by pycocotools."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# COCO's twelve, in the order of pycocotools. AP averages over IoU 0.50 to 0.95, small is below
-# 32 x 32 px of area, large above 96 x 96 px, AR100 the recall of 100 detections an image.
+# In the order of pycocotools. AP is the mean over IoU thresholds 0.50 to 0.95, AR100 the recall of
+# 100 detections per image; small is below 32 x 32 px of area, large above 96 x 96 px.
 FIGURES = (
     "AP", "AP50", "AP75", "AP_small", "AP_medium", "AP_large",
     "AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large",
@@ -25,15 +25,16 @@ class ImageTruth(NamedTuple):
     height: int
     # (objects, 4): x, y, width, height
     boxes: NDArray[np.floating]
-    # (objects,), from 0
+    # (objects,) classes from 0
     labels: NDArray[np.integer]
+    # (objects,) square pixels
     areas: NDArray[np.floating]
-    # (objects,) bool: regions in which detections count neither as right nor as wrong
+    # (objects,) True = a region in which detections count neither as right nor as wrong
     crowds: NDArray[np.bool_]
 
 
 class ImageDetections(NamedTuple):
-    """Detections of an image: boxes as in `ImageTruth`, labels, and scores (higher is surer)."""
+    """Detections of an image: boxes and labels as in `ImageTruth`, and scores (detections,)."""
 
     boxes: NDArray[np.floating]
     labels: NDArray[np.integer]
@@ -43,7 +44,7 @@ class ImageDetections(NamedTuple):
 def coco_figures(
     truth: Sequence[ImageTruth], detections: Sequence[ImageDetections], classes: Sequence[str]
 ) -> dict[str, float]:
-    """Compute COCO's figures in percent, without figures of sizes that lack objects."""
+    """Compute COCO's figures in percent; figures of sizes without objects are left out."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -57,18 +58,18 @@ def coco_figures(
     labels = np.concatenate(label_arrays or [np.zeros(0, dtype=np.int64)])
     if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
         raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
-    # To pycocotools a box of NaN covers every object.
+    # pycocotools would match a box of NaN with every object.
     if not all(np.isfinite(part).all() for d in detections for part in (d.boxes, d.scores)):
         raise ValueError("the model gives boxes or scores that are not finite")
     if not any((~image.crowds).any() for image in truth):
-        raise ValueError(f"no object in {len(truth)} images; there is nothing to judge")
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does
+        raise ValueError(f"no object in {len(truth)} images: average precision is undefined")
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         ground = COCO()
         ground.dataset = _dataset(truth, classes)
         ground.createIndex()
         rows = _detections(detections)
         if not rows:
-            return dict.fromkeys(_measured(truth), 0.0)
+            return dict.fromkeys(_defined_figures(truth), 0.0)
         evaluator = COCOeval(ground, ground.loadRes(rows), "bbox")
         evaluator.evaluate()
         evaluator.accumulate()
@@ -94,7 +95,7 @@ def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, A
             {"id": number, "width": image.width, "height": image.height}
             for number, image in enumerate(truth, 1)
         ],
-        # Numbers start at 1: pycocotools takes a match with annotation 0 for none.
+        # From 1, as pycocotools takes a match with id 0 for no match.
         "annotations": [{"id": number, **row} for number, row in enumerate(objects, 1)],
         "categories": [{"id": number, "name": name} for number, name in enumerate(classes, 1)],
     }
@@ -113,8 +114,8 @@ def _detections(detections: Sequence[ImageDetections]) -> list[dict[str, Any]]:
     ]
 
 
-def _measured(truth: Sequence[ImageTruth]) -> list[str]:
-    """Return the names of figures that have objects."""
+def _defined_figures(truth: Sequence[ImageTruth]) -> list[str]:
+    """Return the names of the figures whose size has objects."""
     areas = np.concatenate([image.areas[~image.crowds] for image in truth])
     sizes = {
         "small": areas <= 32**2,

@@ -25,22 +25,22 @@ Norm = Literal["frozen", "batch", "group"]
 
 
 class ResNetConfig(Config):
-    """Configuration of a ResNet: its kind, its depth, and its trained parts."""
+    """Configuration of a ResNet: model, norm, and trained stages."""
 
     name: str = Field("resnet50", description="a ResNet of timm")
-    options: Mapping[str, Any] = Field({}, description="of timm.create_model: channels, ...")
+    options: Mapping[str, Any] = Field({}, description="options of timm.create_model")
     pretrained: bool = Field(False, description="timm's public weights, for `batch` and `frozen`")
     norm: Norm = Field(
         "frozen",
-        description="frozen: batch norms as they were loaded (DETR); batch: batch norms that are "
-        "trained, whose statistics depend on the ranks; group: group norm, for training from "
+        description="frozen: batch norm with fixed statistics and weights (DETR); batch: trained "
+        "batch norm, with the statistics of each rank; group: group norm, for training from "
         "scratch",
     )
     stage: int = Field(
-        4, ge=1, le=4, description="stage of the features: 4 has stride 32, 3 has 16"
+        4, ge=1, le=4, description="stage of the features: 4 has stride 32, 3 has stride 16"
     )
     frozen_stages: int = Field(
-        0, ge=0, le=4, description="stages that are frozen with the stem; DETR: 1"
+        0, ge=0, le=4, description="number of first stages that are frozen with the stem; DETR: 1"
     )
 
 
@@ -53,8 +53,8 @@ class ResNet(nn.Module):
         if config.norm == "group":
             if config.pretrained:
                 raise ConfigError(
-                    f"backbone {config.name}: public weights belong to batch norms, not to "
-                    "norm: group"
+                    f"backbone {config.name}: public weights need batch norm, so `norm: group` "
+                    "does not allow `pretrained: true`"
                 )
             options["norm_layer"] = _group_norm
         try:
@@ -69,7 +69,7 @@ class ResNet(nn.Module):
             raise ConfigError(f"backbone {config.name}: {error}") from error
         if not hasattr(body, "layer1"):
             raise ConfigError(
-                f"backbone {config.name}: not a ResNet of timm, which has layer1 to 4"
+                f"backbone {config.name}: not a ResNet of timm, which has layer1 to layer4"
             )
         self.body = freeze_batch_norm_2d(body) if config.norm == "frozen" else body
         self.channels: int = body.feature_info.channels()[0]
@@ -80,17 +80,17 @@ class ResNet(nn.Module):
                 parameter.requires_grad_(name.startswith(trained))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the rows and columns of the features of an image."""
+        """Return the rows and columns of the features of an image with these sides."""
         return math.ceil(height / self.stride), math.ceil(width / self.stride)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Return features of the chosen stage."""
+        """Return the features of the configured stage."""
         features: Tensor = self.body(pixels)[0]
         return features
 
 
 def _group_norm(channels: int, **options: Any) -> GroupNorm:
-    # 32 groups, or as many as divide both 32 and the channels.
+    # At most 32 groups, and a divisor of the channels.
     return GroupNorm(channels, math.gcd(32, channels), **options)
 
 
@@ -104,14 +104,14 @@ def no_position(states: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QueryKeyContext(PositionContext):
-    """A context that also gives the states (B, T, width) their places, for queries and for keys."""
+    """A context with functions that add position encodings to the queries and to the keys."""
 
     query_position: AddPosition = no_position
     key_position: AddPosition = no_position
 
 
 class QueryKeyPositions(PositionEncoding):
-    """Encoding that asks the context for positions and has no parameters, so layers share one."""
+    """Encoding that applies the functions of a `QueryKeyContext`: all layers add the same."""
 
     def inputs(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
@@ -129,28 +129,25 @@ class DetrConfig(Config):
     width: int = Field(256, ge=1, description="channels of a token")
     heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
     intermediate: int = Field(2048, ge=1, description="hidden channels of a feed-forward block")
-    encoder_layers: int = Field(6, ge=0, description="layers of the encoder; 0 leaves it out")
+    encoder_layers: int = Field(6, ge=0, description="layers of the encoder; 0: no encoder")
     decoder_layers: int = Field(6, ge=1, description="layers of the decoder")
-    queries: int = Field(100, ge=1, description="objects found at most")
+    queries: int = Field(100, ge=1, description="object queries: detections per image")
+    # Drawn by torch, so that results depend on the number of ranks.
     dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="of what is added to the states; DETR has 0.1. Drawn by torch, so it depends "
-        "on the ranks and on where a run was resumed",
+        0.0, ge=0, lt=1, description="dropout of attention and feed-forward outputs; DETR: 0.1"
     )
     positions: tuple[PositionConfig, ...] = Field(
-        (), description="of the encoder; those of tokens also place the decoder's keys"
+        (), description="encodings of the encoder; those of tokens also act on the decoder's keys"
     )
     place: Literal["layers", "input"] = Field(
         "layers",
-        description="where encodings of tokens act: queries and keys of every layer (DETR), or "
-        "once on the encoder's input",
+        description="where encodings of tokens act: layers: on queries and keys of every layer "
+        "(DETR); input: once on the encoder's input",
     )
 
 
 class Detections(NamedTuple):
-    """Predictions of every decoder layer, the last one last."""
+    """Predictions of every decoder layer, in their order."""
 
     # (layers, B, queries, classes + 1), the last class is 'no object'
     logits: Tensor
@@ -161,12 +158,12 @@ class Detections(NamedTuple):
 class Detr(nn.Module):
     """Images of any sizes to a fixed number of boxes with classes.
 
-    As DETR, but for padding and for dropout in attention, which are absent.
+    As DETR, but without padding and without dropout of attention weights.
 
     Args:
-        classes: without 'no object'.
-        largest_side: pixels of the longest side in training; encodings with a table get one for a
-            square of it, unless their options name a grid.
+        classes: number of classes without 'no object'.
+        largest_side: largest longer side in pixels; learned tables are made for a square of this
+            side, unless their options name a grid.
     """
 
     def __init__(self, config: DetrConfig, classes: int, largest_side: int) -> None:
@@ -196,14 +193,14 @@ class Detr(nn.Module):
             nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, 4),
         )  # fmt: skip
-        for layers_of in (self.encoder, self.decoder):
-            _start(layers_of)
+        for stack in (self.encoder, self.decoder):
+            _init_weights(stack)
 
     def forward(self, images: Sequence[Tensor]) -> Detections:
         """Detect objects in B images (3, height, width), normalised, of any sizes."""
-        # Images of one size are computed together and without padding, so that every position
-        # encoding sees the real grid and a result does not depend on the batch. ZeRO-3 gathers
-        # weights at every call and so needs equal numbers of sizes on every rank.
+        # A batch per image size needs no padding: position encodings see the real grid, and a
+        # result does not depend on the other images. Under ZeRO-3, which gathers weights in every
+        # call, all ranks must have the same number of sizes.
         groups: dict[torch.Size, list[int]] = defaultdict(list)
         for number, image in enumerate(images):
             groups[image.shape].append(number)
@@ -218,19 +215,21 @@ class Detr(nn.Module):
         context = PositionContext((features.shape[-2], features.shape[-1]))
         memory, key_position = self.encode(features.flatten(2).transpose(1, 2), context)
         target = memory.new_zeros(len(memory), self.queries.num_embeddings, memory.shape[-1])
-        query_position = _AddQueries(self.queries(_numbers(self.queries)))
+        # A call of the embedding, not its weight, so that ZeRO-3 gathers the weight.
+        indices = torch.arange(self.queries.num_embeddings, device=memory.device)
+        query_position = partial(_add, self.queries(indices))
         states = []
         for layer in self.decoder:
             target = layer(target, memory, query_position, key_position)
             states.append(self.decoder_norm(target))
         out = torch.stack(states)
         logits, boxes = self.classify(out), self.locate(out)
-        # In half precision neighbouring boxes would be 4 pixels of 1,000 apart.
+        # In half precision, boxes on an image of 1,000 pixels would have steps of 4 pixels.
         exact = torch.promote_types(boxes.dtype, torch.float32)
         return Detections(logits.to(exact), boxes.to(exact).sigmoid())
 
     def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, AddPosition]:
-        """Encode a grid's tokens (B, T, width) -> memory (B, T, width), and its keys' places."""
+        """Encode a grid's tokens (B, T, width) -> memory (B, T, width), and its keys' encoding."""
         add: AddPosition = partial(self._add_positions, context=context)
         if self.place == "input":
             tokens, add = add(tokens), no_position
@@ -240,7 +239,7 @@ class Detr(nn.Module):
         return tokens, add
 
     def require_grid(self, height: int, width: int) -> None:
-        """Require that the position encodings can encode an image of this many pixels."""
+        """Require that the encodings support an image with these sides; ValueError if not."""
         rows, columns = self.backbone.grid(height, width)
         like = self.project.weight
         tokens = like.new_zeros(1, rows * columns, like.shape[0])
@@ -255,7 +254,7 @@ class Detr(nn.Module):
 
 
 class DetrEncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each added and then normalised."""
+    """Post-norm self-attention and feed-forward."""
 
     def __init__(self, config: DetrConfig, positions: Sequence[PositionEncoding]) -> None:
         super().__init__()
@@ -275,7 +274,7 @@ class DetrEncoderLayer(nn.Module):
 
 
 class DetrDecoderLayer(nn.Module):
-    """Queries attend to one another, then to the image; then the feed-forward."""
+    """Post-norm self-attention of queries, cross-attention to the image, and feed-forward."""
 
     def __init__(self, config: DetrConfig) -> None:
         super().__init__()
@@ -301,12 +300,8 @@ class DetrDecoderLayer(nn.Module):
         return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
 
 
-class _AddQueries:
-    def __init__(self, embeddings: Tensor) -> None:
-        self.embeddings = embeddings
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return states + self.embeddings.to(states.dtype)
+def _add(embeddings: Tensor, states: Tensor) -> Tensor:
+    return states + embeddings.to(states.dtype)
 
 
 def _feed_forward(config: DetrConfig) -> nn.Sequential:
@@ -316,12 +311,8 @@ def _feed_forward(config: DetrConfig) -> nn.Sequential:
     )  # fmt: skip
 
 
-def _numbers(embedding: nn.Embedding) -> Tensor:
-    return torch.arange(embedding.num_embeddings, device=embedding.weight.device)
-
-
-def _start(layers: nn.ModuleList) -> None:
-    """Initialise linear layers by Xavier; encodings keep their own start."""
+def _init_weights(layers: nn.ModuleList) -> None:
+    """Initialise linear layers by Xavier; encodings keep their own initial weights."""
     for name, module in layers.named_modules():
         if isinstance(module, nn.Linear) and ".positions." not in name:
             nn.init.xavier_uniform_(module.weight)

@@ -1,4 +1,4 @@
-"""Detection of objects: DETR, trained by matching its queries with the objects of an image."""
+"""Object detection: DETR, trained by matching its queries with the objects of an image."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from vlp.config import Config, ConfigError
 from vlp.data.stream.loader import OrderedData
@@ -30,17 +29,15 @@ AUXILIARY = "auxiliary_"
 
 
 class SetLossConfig(Config):
-    """Weights of DETR's loss, also of its matching."""
+    """Weights of DETR's loss and of its matching."""
 
     classes: float = Field(1.0, ge=0, description="weight of the classes' cross-entropy")
     l1: float = Field(
-        5.0,
-        ge=0,
-        description="weight of the L1 distance of box centres and sides, in shares of the image",
+        5.0, ge=0, description="weight of the L1 distance of boxes, in shares of the image"
     )
     giou: float = Field(2.0, ge=0, description="weight of 1 - generalised IoU of boxes")
-    no_object: float = Field(0.1, gt=0, le=1, description="class weight of queries without object")
-    auxiliary: bool = Field(True, description="judge every decoder layer, not the last alone")
+    no_object: float = Field(0.1, gt=0, le=1, description="weight of the class 'no object'")
+    auxiliary: bool = Field(True, description="losses of every decoder layer, not only the last")
 
 
 class DetectionConfig(Config):
@@ -53,7 +50,7 @@ class DetectionConfig(Config):
 
 
 class DetectionTask(VisionTask):
-    """Class, box distance and box overlap of the queries that are matched with objects."""
+    """DETR's loss: classes of all queries, L1 and GIoU of queries matched with objects."""
 
     config_class = DetectionConfig
 
@@ -66,8 +63,9 @@ class DetectionTask(VisionTask):
 
     def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
         """Compute the last decoder layer's losses, and the others' summed as `auxiliary_...`."""
-        # A rank with bad images alone computes a blank one that counts nowhere.
-        pixels = batch.pixels or (self._blank(),)
+        # Without a good image, a blank one, whose outputs are dropped, runs the model on this rank.
+        side, device = self.config.data.multiple, self.model.project.weight.device
+        pixels = batch.pixels or (torch.zeros(3, side, side, device=device),)
         with self.autocast(pixels[0].device):
             outputs = self.model(pixels)
         logits, boxes = (part[:, : len(batch.labels)] for part in full_precision(*outputs))
@@ -78,7 +76,7 @@ class DetectionTask(VisionTask):
             logits, boxes, batch.labels, batch.boxes,
             (weights.classes, weights.l1, weights.giou), weights.no_object,
         )  # fmt: skip
-        losses = _by_name(layers)
+        losses = _losses_by_name(layers)
         scales = {name: getattr(weights, name.removeprefix(AUXILIARY)) for name in losses}
         last = layers[-1]
         return self.step_output(
@@ -91,19 +89,15 @@ class DetectionTask(VisionTask):
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Return the values that `restore` needs in addition to the configuration."""
+        """Return the class names."""
         return {"classes": self.classes}
 
     @classmethod
     def restore(cls, config: DetectionConfig, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with fresh weights."""
+        """Create the task of a model folder with initial weights, never public ones."""
         backbone = config.model.backbone.model_copy(update={"pretrained": False})
         model = config.model.model_copy(update={"backbone": backbone})
         return cls(config.model_copy(update={"model": model}), tuple(metadata["classes"]))
-
-    def _blank(self) -> Tensor:
-        side = self.config.data.multiple
-        return torch.zeros(3, side, side, device=self.model.project.weight.device)
 
 
 def build(
@@ -112,14 +106,14 @@ def build(
     """Build the task and its training data."""
     data = config.data
     images = open_objects(data.train, max(data.sizes))
-    open_objects(data.test, max(data.evaluation_sizes), images.classes)
+    open_objects(data.test, max(data.evaluation_sizes), images.classes)  # its errors come early
     task = DetectionTask(config, images.classes, precision)
     for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.evaluation_sizes)):
         _require_size(task.model, data, size)
     return task, detection_data(images, data, config.model.queries, batch, seed)
 
 
-def _by_name(layers: list[SetLosses]) -> dict[str, Loss]:
+def _losses_by_name(layers: list[SetLosses]) -> dict[str, Loss]:
     *others, last = layers
     losses = {name: getattr(last, name) for name in LOSSES}
     if others:
@@ -130,14 +124,14 @@ def _by_name(layers: list[SetLosses]) -> dict[str, Loss]:
 
 
 def _require_size(model: Detr, data: DetectionDataConfig, size: int) -> None:
-    """Require that squares of this size fit, and if shapes differ the widest and highest image."""
+    """Require that the encodings support square images, and the widest and highest ones."""
     shapes = [(size, size)]
     if data.shapes_differ:
         shapes += [(size, data.longest), (data.longest, size)]
     for height, width in shapes:
-        fitted = fit_size(width, height, size, data.longest, data.multiple)
+        new_width, new_height = fit_size(width, height, size, data.longest, data.multiple)
         try:
-            model.require_grid(fitted[1], fitted[0])
+            model.require_grid(new_height, new_width)
         except ValueError as error:
-            shape = f"{fitted[0]} x {fitted[1]}"
+            shape = f"{new_width} x {new_height}"
             raise ConfigError(f"images of {shape} px (size {size}): {error}") from error

@@ -1,15 +1,13 @@
-"""Registry of downstream tasks for trainer, evaluation, reports, pages and model cards.
+"""Registry of downstream tasks.
 
 A new task is at most four files:
 
 1. `vlp/tasks/MINE/task.py` with the task's configuration (`kind: Literal["mine"]`), its
    `Downstream` and `build`, which calls `register_task`;
 2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see `evaluation.downstream.registry`);
-3. a line in `_BUILT_IN`, or an entry point of the group `vlp.tasks` in another package, which names
+3. a line in `_BUILT_IN`, or in another package an entry point of the group `vlp.tasks`, which names
    the module that registers task and evaluation;
 4. a configuration file of its fine-tuning.
-
-`get_task(kind)` imports the module.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from vlp.config import load_plugins
 if TYPE_CHECKING:
     from vlp.tasks.downstream.task import TaskConfig
 
-# Kind -> folder of `vlp.tasks` and module of `evaluation.downstream`; summary. Only a kind that is
-# used is imported, so that the command line starts without PyTorch.
+# Kind -> (folder of `vlp.tasks` and module of `evaluation.downstream`, summary). `get_task` imports
+# a module on first use, so that the command line starts without PyTorch.
 _BUILT_IN = {
     "retrieval": ("retrieval", "image-text retrieval (Flickr30K, COCO)"),
     "snli_ve": ("pair_classification", "visual entailment (SNLI-VE)"),
@@ -43,14 +41,15 @@ ENTRY_POINTS = "vlp.tasks"
 
 @dataclass(frozen=True)
 class TaskCard:
-    """Facts about a kind of task for the model card of a model that was fine-tuned for it."""
+    """Facts about a kind of task for model cards."""
 
     # Completes "a model for ...".
     purpose: str
     # The hub's pipeline tag.
     pipeline: str | None = None
-    # Images of one item, and whether the model reads a text.
+    # Number of images of one item.
     images: int = 1
+    # Whether the model reads a text.
     text: bool = True
     # Whether its benchmark has a submission format.
     official: bool = True
@@ -65,7 +64,7 @@ class DownstreamTask:
     config: type[TaskConfig]
     # (config, parts, batch, seed, precision) -> (task, training data)
     build: Callable[..., tuple[Any, Any]]
-    # (config, parts, metadata) -> Downstream with a fresh head; None for a task without a head.
+    # `Downstream.restore`; None for a task without a head.
     restore: Callable[..., Any] | None
     card: TaskCard
 
@@ -79,13 +78,13 @@ def register_task(task: DownstreamTask) -> None:
 
 
 def task_kinds() -> tuple[str, ...]:
-    """Return the kinds of all tasks: built-in, of installed packages, of plugins, registered."""
+    """Return the kinds of built-in tasks and of those of installed packages and plugins."""
     load_plugins()
     return tuple(dict.fromkeys((*_BUILT_IN, *_entry_points(), *_registered)))
 
 
 def task_summary(kind: str) -> str:
-    """Return a few words about a kind of task for `--help`; ValueError if unknown."""
+    """Return what a kind of task is, for `--help`; ValueError if unknown."""
     if kind in _BUILT_IN:
         return _BUILT_IN[kind][1]
     return get_task(kind).card.purpose
@@ -101,16 +100,16 @@ def get_task(kind: str) -> DownstreamTask:
         elif kind in _entry_points():
             import_module(_entry_points()[kind])
     if kind not in _registered:
-        raise ValueError(f"unknown kind of task {kind!r}; there are {', '.join(task_kinds())}")
+        raise ValueError(f"unknown kind of task {kind!r}; choose from {', '.join(task_kinds())}")
     return _registered[kind]
 
 
 def task_module(kind: str) -> str:
-    """Return the folder of a built-in task in `vlp.tasks`, else ""."""
+    """Return the folder in `vlp.tasks` of a built-in task, "" for any other."""
     return _BUILT_IN[kind][0] if kind in _BUILT_IN else ""
 
 
 @cache
 def _entry_points() -> dict[str, str]:
-    """Map kinds to modules of installed packages."""
+    """Return the modules of installed packages by kind of task."""
     return {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}

@@ -1,6 +1,7 @@
 """A pretrained model with the head of one benchmark, and its model folder.
 
-`vlp.load` reads the folder; `heads.safetensors` has the head's weights, `task.json` its kind.
+`vlp.load` reads the model alone. The head's weights are in `heads.safetensors`, the task's
+configuration in `task.json`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
@@ -46,13 +47,13 @@ from vlp.models.pretrained.local_copy import CONFIG, local_folder
 from vlp.models.vlp import VLPModel
 from vlp.objectives.mlm import MLMHead
 from vlp.tasks.downstream.registry import get_task, task_kinds
-from vlp.tasks.task import PlainTask, Precision
+from vlp.tasks.task import Precision, Task, strip_prefix
 
 logger = logging.getLogger(__name__)
 
 TASK = "task.json"
-_MODEL, _PRETRAINED = "model.", "mlm_head."
-# Parts of the model that only its own scores of pairs read, and no head on its states.
+_MODEL, _MLM_HEAD = "model.", "mlm_head."
+# Parts of the model for ITC and ITM scores, which tasks with a head do not compute.
 SCORES = frozenset(
     {
         *("image_encoder.projection", "text_encoder.projection", "temperature"),
@@ -62,26 +63,28 @@ SCORES = frozenset(
 
 
 class TaskConfig(Config):
-    """Base of the configurations of all downstream tasks; `kind` is a task of the registry."""
+    """Base of the configurations of all downstream tasks."""
 
     kind: str = Field(description="name of a task in vlp.tasks.downstream.registry")
     data: Any = Field(description="data of the task")
 
 
 class DownstreamConfig(TaskConfig):
-    """Configuration of a task with a head of its own."""
+    """Configuration of a task with a head."""
 
     data: DownstreamDataConfig = Field(description="shards to train on and to validate on")
 
 
-class Downstream(PlainTask):
-    """Base of tasks with a head: a subclass adds it, `forward(batch, step)`, `dataset`, `predict`.
+class Downstream(Task):
+    """Base of tasks with a head; a subclass adds the head, `forward`, `dataset` and `predict`.
 
-    `metric` names the evaluation's figure that chooses the best model; `untrained` names parts of
-    the model that the loss does not read, which are frozen.
+    Args:
+        parts: the model, its tokenizer and preprocessing, and heads of its folder.
     """
 
+    # Figure of the evaluation that chooses the best model.
     metric: ClassVar[str]
+    # Parts of the model without a gradient from the loss, which are frozen.
     untrained: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
@@ -96,53 +99,53 @@ class Downstream(PlainTask):
 
     @property
     def kind(self) -> str:
-        """Return its kind in the registry."""
+        """Return the kind of task in the registry."""
         return self.config.kind
 
     def metadata(self) -> dict[str, Any]:
-        """Return JSON values that came from the training data, such as a list of answers."""
+        """Return JSON values from the training data that `restore` needs, such as answers."""
         return {}
 
     @classmethod
     def restore(cls, config: Any, parts: Loaded, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with a fresh head."""
+        """Create the task of a model folder; the caller loads the head's weights."""
         return cls(config, parts)
 
     def dataset(
         self, folders: Sequence[str | Path], limit: int | None = None
     ) -> DownstreamDataset[Any, Any]:
-        """Return the items of shard folders as the task reads them."""
+        """Return the dataset of shard folders' first `limit` items."""
         raise NotImplementedError
 
     def predict(self, batch: Any) -> list[str]:
         """Predict a class name, answer or caption for each item of a batch."""
         raise NotImplementedError
 
-    def goes_on_from(self, metadata: Mapping[str, Any]) -> bool:
-        """Return whether a head of this kind, trained with such `metadata`, may start this one."""
+    def accepts_head(self, metadata: Mapping[str, Any]) -> bool:
+        """Return whether to start from a head of the same kind that was trained with `metadata`."""
         return metadata == self.metadata()
 
-    def take_head(self, parts: Loaded) -> bool:
-        """Copy the head of a folder fine-tuned for the same kind of task; return if it fits."""
+    def load_head(self, parts: Loaded) -> bool:
+        """Copy the head of a folder of the same kind; return False, unchanged, if it differs."""
         if parts.folder is None or not has_task(parts.folder):
             return False
         config, metadata = read_task(parts.folder)
-        local_head = {n: t for n, t in self.state_dict().items() if not n.startswith(_MODEL)}
-        shapes = {name: tensor.shape for name, tensor in local_head.items()}
-        fits = {name: tensor.shape for name, tensor in parts.heads.items()} == shapes
+        state = self.state_dict()
+        shapes = {n: tensor.shape for n, tensor in state.items() if not n.startswith(_MODEL)}
+        is_equal = {n: tensor.shape for n, tensor in parts.heads.items()} == shapes
         if (decoder := getattr(self.config, "decoder", None)) is not None:
-            # Its weights have the same shapes for any number of heads.
+            # The weights have the same shapes for any number of attention heads.
             cross_heads = self.model.config.cross.heads
             saved_heads = (config.get("decoder") or {}).get("heads")
-            fits = fits and (saved_heads or cross_heads) == (decoder.heads or cross_heads)
-        if config["kind"] != self.kind or not fits or not self.goes_on_from(metadata):
+            is_equal &= (saved_heads or cross_heads) == (decoder.heads or cross_heads)
+        if config["kind"] != self.kind or not is_equal or not self.accepts_head(metadata):
             return False
         self.load_state_dict(dict(parts.heads), strict=False)
         return True
 
     @property
     def prepare(self) -> ImagePreparation:
-        """Return how images become pixels."""
+        """Return the preparation of images for training and evaluation."""
         data = self.config.data
         return ImagePreparation(
             TrainTransform(data.augment, self.preprocess),
@@ -152,8 +155,8 @@ class Downstream(PlainTask):
         )
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write the model folder, from the task's full state."""
-        model = {n.removeprefix(_MODEL): t for n, t in state.items() if n.startswith(_MODEL)}
+        """Write a model folder for `load_task`; `state` is the full `state_dict` of this task."""
+        model = strip_prefix(state, _MODEL)
         heads = {name: tensor for name, tensor in state.items() if not name.startswith(_MODEL)}
         save_pretrained(folder, self.model.config, model, self.text, self.preprocess, heads)
         content = {"task": self.config.model_dump(mode="json"), "known": self.metadata()}
@@ -169,9 +172,10 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     spec = get_task(config["kind"])
     if spec.restore is None:
         raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
-    checked = validate(config, spec.config, (loaded.folder or Path()) / TASK)
-    restore = partial(spec.restore, checked, loaded, metadata)
-    require_sizes(config, restore, loaded.heads, (loaded.folder or Path()) / TASK)
+    file = (loaded.folder or Path()) / TASK
+    restore = partial(spec.restore, validate(config, spec.config, file), loaded, metadata)
+    # Absurd sizes in a foreign file would fill the memory before the weights are compared.
+    require_sizes(config, restore, loaded.heads, file)
     task: Downstream = restore()
     try:
         missing, unknown = task.load_state_dict(dict(loaded.heads), strict=False)
@@ -180,23 +184,23 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     missing = [name for name in missing if not name.startswith(_MODEL)]
     if missing or unknown:
         raise ValueError(
-            f"{folder_or_name}: the head's weights do not fit {config['kind']}: missing "
+            f"{folder_or_name}: the head's weights do not fit {spec.kind}: missing "
             f"{missing}, unknown {unknown}"
         )
     return task.eval()
 
 
 def has_task(folder: str | Path) -> bool:
-    """Return whether a model folder was fine-tuned for a task with a head of its own."""
+    """Return whether a model folder was fine-tuned for a task with a head."""
     return (local_folder(folder) / TASK).is_file()
 
 
 def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """Read the task's configuration and `metadata`, as `save_model` wrote them."""
+    """Read the task's configuration and `metadata` that `Downstream.save_model` wrote."""
     file = local_folder(folder) / TASK
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder}: no {TASK}; this model was pretrained, not fine-tuned for a task"
+            f"{folder} has no {TASK}: the model is not fine-tuned for a task with a head"
         )
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
@@ -208,36 +212,37 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
         raise ValueError(f"{file}: damaged ({error!r})") from error
 
 
-# Anchor threshold for a folder without one, from the paper of ACE-RPE (Table 7).
+# Anchor threshold of a folder without one, from the paper of ACE-RPE (Table 7).
 DELTA = 0.05
 
 
-def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
+def start_parts(init_from: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadReport]:
     """Load a model folder, with changes of its configuration, as the start of fine-tuning.
 
     Args:
-        start: model folder, or a name on the hub.
+        init_from: model folder, or a name on the hub.
         changes: of the folder's configuration, key by key: `{image: {image_size: 384}}`. Image
-            positions are resampled; encodings and projections that the folder lacks start anew.
+            positions are resampled; encodings and projections that the folder lacks keep their
+            initial weights.
     """
     try:
-        folder = local_folder(start)
+        folder = local_folder(init_from)
         plain = plain_config(folder / CONFIG)
     except OSError as error:
-        raise ConfigError(f"start: {start} is no model folder ({error})") from error
+        raise ConfigError(f"init_from: {init_from} is no model folder ({error})") from error
     try:
         config = ModelConfig.model_validate(merge(plain, changes))
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(map(str, ("model", *problem["loc"])))
         raise ConfigError(
-            f"model: with these changes {start} has no valid configuration: {key or 'the model'}: "
-            f"{problem['msg']}"
+            f"{key}: {problem['msg']} (in the configuration of {init_from} with these changes)"
         ) from error
     for part in ("text", "image", "cross"):
         if (changes.get(part) or {}).get("weights"):
             raise ConfigError(
-                f"model.{part}.weights: fine-tuning takes all weights from {start}; leave it out"
+                f"model.{part}.weights: fine-tuning loads all weights from init_from "
+                f"{init_from}; leave the key out"
             )
     model = VLPModel(config)
     try:
@@ -245,8 +250,8 @@ def start_parts(start: str, changes: Mapping[str, Any]) -> tuple[Loaded, LoadRep
         add_lora(model)
         heads = read_heads(folder)
     except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"start: {error}") from error
-    # Retrieval and grounding then move the threshold, and tasks with a head leave it.
+        raise ConfigError(f"init_from: {error}") from error
+    # At 0 nearly every patch would be an anchor. Retrieval and grounding update the threshold.
     if "anchor" in config.cross.position and model.anchor_threshold == 0:
         model.anchor_threshold.fill_(DELTA)
     text = TextProcessor.load(folder, config.text.max_tokens)
@@ -261,19 +266,19 @@ class WritingTask(Downstream):
     decoder: AnswerDecoder
 
     def add_decoder(self, config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> None:
-        """Create the decoder of texts of at most `max_tokens`, [CLS] and [SEP] in."""
+        """Create the decoder of texts of at most `max_tokens`, [CLS] and [SEP] included."""
         text = parts.model.config.text
         if max_tokens > text.max_positions:
             raise ConfigError(
-                f"task.data: texts of {max_tokens} tokens are to be written, and the model has "
-                f"{text.max_positions} positions"
+                f"task.data: captions or answers of up to {max_tokens} tokens need as many "
+                f"positions, but the model has {text.max_positions}; lower the maximum"
             )
         self.max_tokens = max_tokens
         head = MLMHead(text.width, text.vocab_size)
         self.decoder = AnswerDecoder(config, parts.model.config, head)
 
     def start_decoder(self, parts: Loaded) -> None:
-        """Initialise layers as configured, and the output from pretraining's MLM head."""
+        """Initialise the layers as configured, and the output layer from pretraining's MLM head."""
         decoder = self.decoder
         try:
             reports = start_decoder(decoder, parts.model)
@@ -283,36 +288,34 @@ class WritingTask(Downstream):
             logger.info("%s", report)
         if decoder.config.start == "none" and decoder.config.weights is None:
             return
-        head = decoder.head.state_dict()
-        start = {name: parts.heads.get(f"{_PRETRAINED}{name}") for name in head}
-        fits = [w for name, w in start.items() if w is not None and w.shape == head[name].shape]
-        if len(fits) == len(head):
-            with torch.no_grad():
-                for weight, source in zip(head.values(), fits):
-                    weight.copy_(source)
-            logger.info("the head of masked words -> answer decoder")
+        head, source = decoder.head.state_dict(), strip_prefix(parts.heads, _MLM_HEAD)
+        weights = {n: w for n, w in source.items() if n in head and w.shape == head[n].shape}
+        if len(weights) == len(head):
+            decoder.head.load_state_dict(weights)
+            logger.info("MLM head -> answer decoder: %d tensors", len(weights))
 
-    def goes_on_from(self, metadata: Mapping[str, Any]) -> bool:
-        """Return True unless the decoder's start is configured."""
+    def accepts_head(self, metadata: Mapping[str, Any]) -> bool:
+        """Return False if the configuration gives the decoder other initial weights."""
         config = self.decoder.config
         return config.start != "none" and config.weights is None
 
     def write_texts(self, memory: Memory, beams: int, penalty: float = 0.6) -> list[str]:
-        """Write a text for each row of the decoder's memory."""
+        """Generate a text for each row of the decoder's memory."""
         text = self.text
-        # Special tokens are never generated, but for the end.
+        # The end token is the only special token that is generated.
         suppressed = tuple(token for token in text.special_ids if token != text.sep_id)
-        marks = SpecialIds(text.cls_id, text.sep_id, suppressed)
-        embedding = self.model.text_encoder.embedding
-        ids = generate(self.decoder, memory, embedding, marks, self.max_tokens - 1, beams, penalty)
-        rows = [
-            row[: row.index(text.sep_id)] if text.sep_id in row else row for row in ids.tolist()
-        ]
+        special_ids = SpecialIds(text.cls_id, text.sep_id, suppressed)
+        embedding, length = self.model.text_encoder.embedding, self.max_tokens - 1
+        ids = generate(self.decoder, memory, embedding, special_ids, length, beams, penalty)
+        rows = [list(takewhile(lambda token: token != text.sep_id, row)) for row in ids.tolist()]
         return [text.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
-    def text_probability(self, memory: Memory, words: TextProcessor, text: str) -> float:
-        """Compute the probability of all word pieces of a text and of its end."""
+    def text_probability(self, memory: Memory, processor: TextProcessor, text: str) -> float:
+        """Compute the probability of all word pieces and the end token of a text, by `processor`.
+
+        The memory has one row.
+        """
         embedding = self.model.text_encoder.embedding
-        ids = words([text]).text_ids.to(next(self.parameters()).device)
+        ids = processor([text]).text_ids.to(next(self.parameters()).device)
         likelihood = answer_likelihood(self.decoder, memory, ids, embedding, self.text.pad_id)
         return float(likelihood.log_probability.exp())

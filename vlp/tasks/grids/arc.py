@@ -1,4 +1,4 @@
-"""ARC tasks: grids, colour permutations and rotations, generated rules."""
+"""ARC tasks: files, symmetries (turns and colour permutations), and rules that generate pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GridPair(NamedTuple):
 
 
 class ArcTask(NamedTuple):
-    """One rule, with `train` pairs as examples and `test` pairs as questions."""
+    """A task's pairs: `train` shows its rule, `test` asks for it."""
 
     name: str
     train: tuple[GridPair, ...]
@@ -38,25 +38,26 @@ class ArcTask(NamedTuple):
 
 
 def read_tasks(path: str, names: Sequence[str]) -> dict[str, ArcTask]:
-    """Return the tasks of some names, in that order.
+    """Read tasks by name, in the order of `names`.
 
     Args:
-        path: a folder, searched at every depth, or a tar file of one.
+        path: a folder, searched at every depth, or a tar file of a folder.
         names: file names without `.json`, such as 67a3c6ac.
     """
-    selection, contents = set(names), {}
-    for name, where, content in _files(path):
+    selection, tasks = set(names), {}
+    for name, where, content in _json_files(path):
         if name not in selection:
             continue
-        if name in contents:
-            raise ConfigError(f"{path}: task {name} is there twice, the second time as {where}")
-        contents[name] = _parse(name, where, content)
-    if missing := [name for name in names if name not in contents]:
+        if name in tasks:
+            raise ConfigError(f"{path}: task {name} has two files; the second is {where}")
+        tasks[name] = _parse(name, where, content)
+    if missing := [name for name in names if name not in tasks]:
         raise ConfigError(f"{path}: there are no tasks {', '.join(missing)}")
-    return {name: contents[name] for name in names}
+    return {name: tasks[name] for name in names}
 
 
-def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
+def _json_files(path: str) -> Iterator[tuple[str, str, bytes]]:
+    """Yield name, location for messages, and content."""
     root = Path(path)
     if root.is_dir():
         for file in sorted(root.rglob("*.json")):
@@ -70,33 +71,33 @@ def _files(path: str) -> Iterator[tuple[str, str, bytes]]:
 
 def _parse(name: str, where: str, content: bytes) -> ArcTask:
     try:
-        plain = parse_json(content)
+        values = parse_json(content)
         train, test = (
-            tuple(_pair(pair, f"{part} {number}") for number, pair in enumerate(plain[part]))
+            tuple(_pair(pair, f"{part} {number}") for number, pair in enumerate(values[part]))
             for part in ("train", "test")
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: no ARC task ({error})") from error
     if not train or not test:
-        raise ConfigError(f"{where}: {len(train)} train and {len(test)} test pairs")
+        raise ConfigError(f"{where}: {len(train)} train and {len(test)} test pairs; both need one")
     return ArcTask(name, train, test)
 
 
-def _pair(plain: Any, where: str) -> GridPair:
+def _pair(values: Any, where: str) -> GridPair:
     return GridPair(
-        _grid(plain["input"], f"{where} input"), _grid(plain["output"], f"{where} output")
+        _grid(values["input"], f"{where} input"), _grid(values["output"], f"{where} output")
     )
 
 
-def _grid(plain: Any, where: str) -> Grid:
-    grid = np.array(plain)  # rows of different length are refused here
+def _grid(values: Any, where: str) -> Grid:
+    grid = np.array(values)  # raises ValueError for rows of different length
     if (
         grid.ndim != 2
         or grid.dtype.kind != "i"
         or not 0 < min(grid.shape) <= max(grid.shape) <= LARGEST
     ):
         raise ValueError(
-            f"{where}: a grid has 1 to {LARGEST} rows of as many numbers, not {grid.dtype} "
+            f"{where}: a grid has 1 to {LARGEST} rows of 1 to {LARGEST} integers, not {grid.dtype} "
             f"{grid.shape}"
         )
     if not ((grid >= 0) & (grid < COLOURS)).all():
@@ -104,17 +105,11 @@ def _grid(plain: Any, where: str) -> Grid:
     return grid.astype(np.int64)
 
 
-# Quarters are counter-clockwise.
+# Rotations are counter-clockwise.
 Turn = Literal[
-    "identity",
-    "quarter",
-    "half",
-    "three-quarter",
-    "left-right",
-    "top-bottom",
-    "transpose",
+    "identity", "quarter", "half", "three-quarter", "left-right", "top-bottom", "transpose",
     "anti-transpose",
-]
+]  # fmt: skip
 
 TURNS: dict[str, Callable[[Grid], Grid]] = {
     "identity": lambda grid: grid,
@@ -129,23 +124,23 @@ TURNS: dict[str, Callable[[Grid], Grid]] = {
 
 Colour = Annotated[int, Field(ge=0, lt=COLOURS)]
 
-# One variant in five is kept for evaluation.
+# One variant in five is held out for evaluation.
 _HELD_OUT_OF = 5
 _TRIES = 200
 
 
 class Symmetry(Config):
-    """Transformations of both grids of a pair that keep the rule the same."""
+    """Transformations of both grids of a pair that keep the task's rule."""
 
     turns: tuple[Turn, ...] = Field(
-        ("identity",), description="with any two also what both do one after the other"
+        ("identity",), description="a group: with any two turns also their composition"
     )
-    colours: tuple[Colour, ...] = Field((), description="are exchanged for one another")
+    colours: tuple[Colour, ...] = Field((), description="colours that may be permuted")
 
     @field_validator("turns")
     @classmethod
-    def _closed(cls, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-        # A rule that allows two turns allows both; and an orbit is one only where all are named.
+    def _require_group(cls, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+        # `orbit` finds all variants of a grid only if the turns are a group.
         probe = np.arange(6).reshape(2, 3)
         results = {turn: TURNS[turn](probe).tolist() for turn in TURNS}
         required = {"identity"}
@@ -154,38 +149,38 @@ class Symmetry(Config):
                 composed = TURNS[second](TURNS[first](probe)).tolist()
                 required |= {turn for turn, result in results.items() if result == composed}
         if missing := sorted(required - set(turns)):
-            raise ValueError(f"turns {', '.join(turns)} together are also {', '.join(missing)}")
+            raise ValueError(f"turns {', '.join(turns)} compose to {', '.join(missing)}: add them")
         return turns
 
     @field_validator("colours")
     @classmethod
-    def _are_different(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
+    def _require_different(cls, colours: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(colours)) < len(colours):
-            raise ValueError(f"colours are different numbers from 0 to 9, not {list(colours)}")
+            raise ValueError(f"colours {list(colours)} must be different")
         return colours
 
 
 class GridVariant(NamedTuple):
-    """One of the ways to change a task: turn, then write `colours[c]` for colour c."""
+    """A transformation of grids: turn, then replace colour c by `colours[c]`."""
 
     turn: str = "identity"
     colours: tuple[int, ...] = tuple(range(COLOURS))
 
     def __call__(self, grid: Grid) -> Grid:
-        """Return the changed grid, a new one."""
+        """Return a transformed copy of a grid."""
         return np.array(self.colours)[TURNS[self.turn](grid)]
 
     @property
     def held_out(self) -> bool:
-        """Return whether it is held out; never the task as it is."""
-        # A hash, so that the variants are the same in every run.
+        """Return whether only evaluation uses the variant; False for the identity."""
+        # A hash holds out the same variants in every run.
         if self == GridVariant():
             return False
         return stable_hash("variants", self.turn, *self.colours) % _HELD_OUT_OF == 0
 
 
 def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
-    """Draw a variant that training may use, the unchanged task among them."""
+    """Draw a variant that is not held out; the identity may be drawn."""
     for _ in range(_TRIES):
         variant = _draw(symmetry, rng)
         if not variant.held_out:
@@ -196,9 +191,9 @@ def draw_variant(symmetry: Symmetry, rng: np.random.Generator) -> GridVariant:
 def held_out_variants(
     symmetry: Symmetry, count: int, rng: np.random.Generator
 ) -> tuple[GridVariant, ...]:
-    """Return different variants for evaluation alone: `count`, or fewer if the task has fewer."""
+    """Draw different held-out variants: `count`, or fewer if the symmetry has fewer."""
     variants: dict[GridVariant, None] = {}
-    for _ in range(_TRIES * max(count, 1)):
+    for _ in range(_TRIES * count):
         if len(variants) >= count:
             break
         variant = _draw(symmetry, rng)
@@ -208,15 +203,15 @@ def held_out_variants(
 
 
 def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
-    """Return a key that is equal for grids which are variants of each other, and for no others."""
-    exchangeable = set(symmetry.colours)
+    """Return a key that two grids share exactly if they are variants of each other."""
+    colours = set(symmetry.colours)
     keys = []
     for turn in symmetry.turns:
         turned = TURNS[turn](grid)
-        # Free colours are numbered, above the others, in the order in which they come.
-        names: dict[int, int] = {}
+        # Colours that may be permuted are numbered, from COLOURS on, by first appearance.
+        numbers: dict[int, int] = {}
         cells = [
-            names.setdefault(colour, COLOURS + len(names)) if colour in exchangeable else colour
+            numbers.setdefault(colour, COLOURS + len(numbers)) if colour in colours else colour
             for colour in turned.flatten().tolist()
         ]
         keys.append((turned.shape, bytes(cells)))
@@ -238,15 +233,14 @@ EVERY_COLOUR = tuple(range(COLOURS))
 
 
 class Rule(NamedTuple):
-    """A task's rule."""
+    """A task's rule as a generator of pairs."""
 
-    # Rows and columns of the largest grid that is drawn.
+    # Rows and columns of the largest grid of a pair.
     largest: int
-    # (rng, side) -> an input grid of at most `side` rows and columns
+    # (rng, side) -> input grid; neither it nor its output grid has a longer side.
     draw: Callable[[np.random.Generator, int], Grid]
-    # Input grid -> output grid, not larger.
+    # Input grid -> output grid.
     answer: Callable[[Grid], Grid]
-    # Joint changes of input and output that keep the rule.
     symmetry: Symmetry
 
 
@@ -257,31 +251,31 @@ def _symmetry(turns: tuple[str, ...], colours: tuple[int, ...]) -> Symmetry:
 def _colourful(
     smallest: int, largest: int, colours: tuple[int, ...] = EVERY_COLOUR
 ) -> Callable[[np.random.Generator, int], Grid]:
-    """Draw squares of a few colours."""
+    """Return a function that draws square grids of two or more colours."""
 
     def draw(rng: np.random.Generator, side: int) -> Grid:
         size = int(rng.integers(smallest, min(largest, side) + 1))
-        kinds = rng.choice(colours, int(rng.integers(2, len(colours) + 1)), replace=False)
-        return rng.choice(kinds, (size, size))
+        palette = rng.choice(colours, int(rng.integers(2, len(colours) + 1)), replace=False)
+        return rng.choice(palette, (size, size))
 
     return draw
 
 
 def _narrow(rng: np.random.Generator, side: int) -> Grid:
-    """Draw a grid of a few colours that is narrow enough to be placed twice side by side."""
+    """Draw a grid of two to six colours, at most half of `side` wide."""
     rows, columns = (int(rng.integers(3, limit + 1)) for limit in (min(side, 5), min(side // 2, 4)))
-    kinds = rng.choice(COLOURS, int(rng.integers(2, 7)), replace=False)
-    return rng.choice(kinds, (rows, columns))
+    palette = rng.choice(COLOURS, int(rng.integers(2, 7)), replace=False)
+    return rng.choice(palette, (rows, columns))
 
 
 def _blocks(rng: np.random.Generator, side: int) -> Grid:
-    """Draw cells of colour 3 in groups of all sizes."""
+    """Draw scattered cells of colour 3 on black (0)."""
     rows, columns = rng.integers(3, min(side, 6) + 1, 2).tolist()
     return 3 * (rng.random((rows, columns)) < rng.uniform(0.3, 0.6)).astype(np.int64)
 
 
 def _upper(rng: np.random.Generator, side: int) -> Grid:
-    """Draw 3 x 3 cells, colours 1 or 2 on black, nothing in the lowest row."""
+    """Draw 3 x 3 cells, colours 1 or 2 on black, with a black lowest row."""
     grid = int(rng.integers(1, 3)) * (rng.random((3, 3)) < 0.5).astype(np.int64)
     grid[2] = 0
     grid[int(rng.integers(2)), int(rng.integers(3))] = 1
@@ -289,25 +283,24 @@ def _upper(rng: np.random.Generator, side: int) -> Grid:
 
 
 def _single_object(rng: np.random.Generator, side: int) -> Grid:
-    """Draw an object of one colour, grown cell by cell, somewhere on black."""
+    """Draw one object of one colour, grown cell by cell, on black."""
     rows, columns = rng.integers(6, min(side, 12) + 1, 2).tolist()
     grid = np.zeros((rows, columns), dtype=np.int64)
     colour = int(rng.integers(1, COLOURS))
-    # A window bounds the object, as the given ones span at most 6 cells.
+    # A window bounds the object: those of the task's file span at most 6 cells.
     height, width = (int(rng.integers(2, min(limit, 6) + 1)) for limit in (rows, columns))
-    window = grid[int(rng.integers(rows - height + 1)) :, int(rng.integers(columns - width + 1)) :]
-    window = window[:height, :width]
+    top, left = int(rng.integers(rows - height + 1)), int(rng.integers(columns - width + 1))
+    window = grid[top : top + height, left : left + width]
     window[int(rng.integers(height)), int(rng.integers(width))] = colour
     for _ in range(int(rng.integers(3, height * width + 1))):
-        around = ndimage.binary_dilation(window > 0) & (window == 0)
-        free = np.argwhere(around)
-        if len(free):
-            window[tuple(free[int(rng.integers(len(free)))])] = colour
+        neighbours = np.argwhere(ndimage.binary_dilation(window > 0) & (window == 0))
+        if len(neighbours):
+            window[tuple(neighbours[int(rng.integers(len(neighbours)))])] = colour
     return grid
 
 
 def _loops(rng: np.random.Generator, side: int) -> Grid:
-    """Draw green outlines, some of them closed, and stray green cells."""
+    """Draw green (3) outlines, closed or with a gap, and stray green cells, on black."""
     size = int(rng.integers(6, min(side, 20) + 1))
     grid = np.zeros((size, size), dtype=np.int64)
     for _ in range(int(rng.integers(1, 2 + size // 4))):
@@ -315,69 +308,70 @@ def _loops(rng: np.random.Generator, side: int) -> Grid:
         top, left = (int(rng.integers(size - extent + 1)) for extent in (height, width))
         outline = np.ones((height, width), dtype=bool)
         outline[1:-1, 1:-1] = False
-        # Corners are not needed to close a loop: enclosed areas spread along rows and columns.
+        # A corner may be missing in a closed loop, as enclosed areas have no diagonal neighbours.
         outline[[0, 0, -1, -1], [0, -1, 0, -1]] = rng.random(4) < 0.5
         if rng.random() < 0.4:
-            gap = np.argwhere(outline)
-            outline[tuple(gap[int(rng.integers(len(gap)))])] = False
+            cells = np.argwhere(outline)
+            outline[tuple(cells[int(rng.integers(len(cells)))])] = False
         grid[top : top + height, left : left + width][outline] = 3
     grid[rng.random((size, size)) < 0.03] = 3
     return grid
 
 
 def _exchange(first: int, second: int) -> Callable[[Grid], Grid]:
+    """Return a function that exchanges two colours."""
     table = np.arange(COLOURS)
     table[[first, second]] = second, first
     return lambda grid: table[grid]
 
 
 def _fill_enclosed(grid: Grid) -> Grid:
-    """Colour black cells 4 that no path of black cells connects to the border."""
-    black, _ = ndimage.label(grid == 0)
-    border = np.concatenate([black[0], black[-1], black[:, 0], black[:, -1]])
-    return np.where((grid == 0) & ~np.isin(black, border), 4, grid)
+    """Give colour 4 to black areas that do not touch the border."""
+    areas, _ = ndimage.label(grid == 0)
+    border = np.concatenate([areas[0], areas[-1], areas[:, 0], areas[:, -1]])
+    return np.where((grid == 0) & ~np.isin(areas, border), 4, grid)
 
 
 def _recolour_large(grid: Grid) -> Grid:
-    """Colour groups of three and more cells of colour 3 with 8."""
+    """Give colour 8 to groups of three or more cells of colour 3."""
     groups, _ = ndimage.label(grid == 3)
     sizes = np.bincount(groups.flatten())
     return np.where((groups > 0) & (sizes[groups] >= 3), 8, grid)
 
 
 def _crop(grid: Grid) -> Grid:
-    """Return the box around all that is not black."""
+    """Return the bounding box of the cells that are not black."""
     (box,) = ndimage.find_objects((grid != 0).astype(np.int64))
     return grid[box]
 
 
 RULES: dict[str, Rule] = {
-    # Mirrored left and right; top and bottom.
+    # Flip horizontally, and vertically.
     "67a3c6ac": Rule(7, _colourful(3, 7), np.fliplr, _symmetry(MIRRORS, EVERY_COLOUR)),
     "68b16354": Rule(7, _colourful(5, 7), np.flipud, _symmetry(MIRRORS, EVERY_COLOUR)),
-    # Mirrored at the diagonal.
+    # Transpose.
     "74dd1130": Rule(
         3,
         _colourful(3, 3),
         np.transpose,
         _symmetry(("identity", "half", "transpose", "anti-transpose"), EVERY_COLOUR),
     ),
-    # Turned by a half.
+    # Rotate by 180 degrees.
     "6150a2bd": Rule(
         3, _colourful(3, 3), lambda grid: np.rot90(grid, 2), _symmetry(EVERY_TURN, EVERY_COLOUR)
     ),
-    # Twice side by side.
+    # Repeat the grid side by side.
     "a416b8f3": Rule(
         8, _narrow, lambda grid: np.hstack([grid, grid]), _symmetry(MIRRORS, EVERY_COLOUR)
     ),
-    # 5 and 8 exchanged.
+    # Exchange colours 5 and 8.
     "d511f180": Rule(
         5,
         _colourful(3, 5, tuple(range(1, COLOURS))),
         _exchange(5, 8),
         _symmetry(EVERY_TURN, (0, 1, 2, 3, 4, 6, 7, 9)),
     ),
-    # Everything one row down.
+    # Move everything down by one row.
     "25ff71a9": Rule(
         3,
         _upper,
@@ -385,7 +379,7 @@ RULES: dict[str, Rule] = {
         _symmetry(("identity", "left-right"), EVERY_COLOUR),
     ),
     "67385a82": Rule(6, _blocks, _recolour_large, _symmetry(EVERY_TURN, ())),
-    # The object alone.
+    # Crop to the object.
     "1cf80156": Rule(12, _single_object, _crop, _symmetry(EVERY_TURN, EVERY_COLOUR[1:])),
     "00d62c1b": Rule(20, _loops, _fill_enclosed, _symmetry(EVERY_TURN, (1, 2, 3, 5, 6, 7, 8, 9))),
 }

@@ -1,13 +1,10 @@
 """An encoder-decoder for ARC after ViTARC (Li et al. 2024): grid in, output grid cell by cell.
 
-Every cell of a padded template is a token; 2D sinusoids and 2D-RPE give its place to encoder and
-decoder, objects are given to the encoder alone (papers.md#vitarc-v13). Logits are scaled by Eq. 11
-or, by option, not at all as in the authors' code (papers.md#vitarc-v6).
+Every cell of a padded template is a token. Encoder and decoder encode its position; only the
+encoder sees objects (papers.md#vitarc-v13).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -21,43 +18,35 @@ from vlp.layers.causal import CausalAttention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
+from vlp.tasks.grids.data import GridBatch
 
 
 class GridModelConfig(Config):
-    """Sizes and position encodings; the authors use 8 heads (papers.md#vitarc-v2)."""
+    """Sizes and position encodings."""
 
     width: int = Field(128, ge=1, description="channels of the model")
     encoder_layers: int = Field(3, ge=1, description="layers of the encoder")
     decoder_layers: int = Field(3, ge=1, description="layers of the decoder")
+    # The authors use 8 (papers.md#vitarc-v2).
     heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
-    feed_forward: int = Field(512, ge=1, description="channels between both of its layers")
+    feed_forward: int = Field(512, ge=1, description="hidden channels of the feed-forward block")
+    # papers.md#vitarc-v6
     scale: float | None = Field(
         None,
         gt=0,
-        description="of queries times keys in all attention; null is 1 / sqrt(head width) as in "
-        "ViTARC's Eq. 11, 1.0 the T5 code that its authors use",
+        description="scale of attention logits; null: 1 / sqrt(head width) as in ViTARC's Eq. 11; "
+        "1.0: none, as in the authors' T5 code",
     )
     positions: tuple[PositionConfig, ...] = Field(
         (), description="of the encoder: sine-2d, object (OPE), alibi-2d (2D-RPE); option mixer"
     )
     decoder_positions: tuple[PositionConfig, ...] | None = Field(
-        None, description="null is those of the encoder; there, `object` tells places alone"
+        None, description="of the decoder; null: the encoder's, `object` without its boxes"
     )
 
 
-class GridQuestion(NamedTuple):
-    """Input of the encoder."""
-
-    # (B, T) int64, the template's tokens
-    inputs: Tensor
-    # (B, K, 4), see `PositionContext`
-    boxes: Tensor
-    # (B,) int64, number of the task in the model
-    tasks: Tensor
-
-
 class GridEncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each on normalised states and added."""
+    """Pre-norm self-attention and feed-forward."""
 
     def __init__(self, config: GridModelConfig, side: int) -> None:
         super().__init__()
@@ -75,14 +64,13 @@ class GridEncoderLayer(nn.Module):
 
 
 class GridDecoderLayer(nn.Module):
-    """Causal self-attention, attention to the encoder, feed-forward."""
+    """Pre-norm causal self-attention, attention to the encoder, and feed-forward."""
 
     def __init__(self, config: GridModelConfig, side: int) -> None:
         super().__init__()
         width, heads = config.width, config.heads
-        encodings = attention_encodings(
-            _of_decoder(config), width, heads, (side, side), causal=True
-        )
+        positions = _decoder_positions(config)
+        encodings = attention_encodings(positions, width, heads, (side, side), causal=True)
         self.attention_norm = nn.LayerNorm(width)
         self.attention = CausalAttention(width, heads, encodings, config.scale)
         self.cross_norm = nn.LayerNorm(width)
@@ -103,7 +91,9 @@ class GridTransformer(nn.Module):
     Padding is attended to and predicted like any token.
 
     Args:
-        size: rows and columns of the largest grid; the template has one more of either.
+        size: rows and columns of the largest grid; the template has one more of each for borders.
+        tokens: number of different tokens.
+        tasks: number of tasks.
     """
 
     def __init__(self, config: GridModelConfig, size: int, tokens: int, tasks: int) -> None:
@@ -121,7 +111,7 @@ class GridTransformer(nn.Module):
                 for position in positions
                 if on_tokens(position)
             )
-            for positions in (config.positions, _of_decoder(config))
+            for positions in (config.positions, _decoder_positions(config))
         )
         self.encoder = nn.ModuleList(
             GridEncoderLayer(config, side) for _ in range(config.encoder_layers)
@@ -133,17 +123,19 @@ class GridTransformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, tokens)
 
-    def forward(self, question: GridQuestion, outputs: Tensor) -> Tensor:
-        """Return logits (B, T, tokens) of cells given earlier cells of `outputs` (B, T) int64."""
-        return self.decode(outputs, self.encode(question))
+    def forward(self, batch: GridBatch, outputs: Tensor) -> Tensor:
+        """Return logits (B, T, tokens) of cells given earlier cells of `outputs` (B, T) int64.
 
-    def encode(self, question: GridQuestion) -> Tensor:
+        `outputs` replaces `batch.outputs`, which is not read.
+        """
+        return self.decode(outputs, self.encode(batch))
+
+    def encode(self, batch: GridBatch) -> Tensor:
         """Return states of the task and of the cells, (B, 1 + T, width)."""
-        cells = self.embedding(self._checked(question.inputs))
-        # A task token without a place leads the input, so that one model may learn several tasks;
-        # ViTARC trains one model a task.
-        x = torch.cat([self.tasks(question.tasks)[:, None], cells], 1)
-        context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=question.boxes)
+        cells = self.embedding(self._require_template(batch.inputs))
+        # A prefix token lets one model learn several tasks; ViTARC trains a model per task.
+        x = torch.cat([self.tasks(batch.tasks)[:, None], cells], 1)
+        context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=batch.boxes)
         for encoding in self.encoder_places:
             x = call_method(encoding, PositionEncoding.tokens, x, context)
         for layer in self.encoder:
@@ -151,9 +143,9 @@ class GridTransformer(nn.Module):
         return self.encoder_norm(x)
 
     def decode(self, outputs: Tensor, encoded: Tensor) -> Tensor:
-        """Return logits (B, T, tokens) of outputs (B, T), each given the earlier ones."""
-        # The input at each cell is the previous token, with the place of the cell to be predicted.
-        before = functional.pad(self._checked(outputs)[:, :-1], (1, 0), value=self.start)
+        """Return the logits of `forward` from `encoded`, the result of `encode`."""
+        # The input at a cell is the previous token, with the encoding of the cell to predict.
+        before = functional.pad(self._require_template(outputs)[:, :-1], (1, 0), value=self.start)
         x, context = self.embedding(before), PositionContext(grid=self.grid)
         for encoding in self.decoder_places:
             x = call_method(encoding, PositionEncoding.tokens, x, context)
@@ -162,27 +154,24 @@ class GridTransformer(nn.Module):
         return self.head(self.norm(x))
 
     @torch.no_grad()
-    def generate(self, question: GridQuestion) -> Tensor:
-        """Return greedily the likeliest token of every cell after earlier ones: (B, T) int64.
-
-        One pass of `forward` tells whether a template is the greedy one.
-        """
-        encoded = self.encode(question)
-        outputs = torch.zeros_like(question.inputs)
-        # Each cell costs a pass over the whole template, which the encodings' hooks need.
+    def generate(self, batch: GridBatch) -> Tensor:
+        """Decode greedily: (B, T) int64. Whether a template is greedy, `forward` tells at once."""
+        encoded = self.encode(batch)
+        outputs = torch.zeros_like(batch.inputs)
+        # Position encodings need the whole template, so every cell costs a full pass.
         for cell in range(outputs.shape[1]):
             outputs[:, cell] = self.decode(outputs, encoded)[:, cell].argmax(-1)
         return outputs
 
-    def _checked(self, tokens: Tensor) -> Tensor:
+    def _require_template(self, tokens: Tensor) -> Tensor:
         rows, columns = self.grid
         if tokens.ndim != 2 or tokens.shape[1] != rows * columns:
             raise ValueError(
-                f"templates of {rows} x {columns} cells are (B, {rows * columns}), not "
+                f"templates of {rows} x {columns} cells must be (B, {rows * columns}), not "
                 f"{tuple(tokens.shape)}"
             )
         return tokens
 
 
-def _of_decoder(config: GridModelConfig) -> tuple[PositionConfig, ...]:
+def _decoder_positions(config: GridModelConfig) -> tuple[PositionConfig, ...]:
     return config.positions if config.decoder_positions is None else config.decoder_positions

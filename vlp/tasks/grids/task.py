@@ -1,4 +1,4 @@
-"""ARC by ViTARC's way: one grid in, one grid out, for the tasks that the configuration names."""
+"""ARC as in ViTARC: one input grid, one output grid, several tasks per model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlp.config import Config
 from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
 from vlp.tasks.grids.data import TOKENS, GridBatch, GridDataConfig, grid_data, open_grids
-from vlp.tasks.grids.model import GridModelConfig, GridQuestion, GridTransformer
+from vlp.tasks.grids.model import GridModelConfig, GridTransformer
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.vision_only import VisionTask
 
@@ -26,7 +26,7 @@ class GridsConfig(Config):
 
 
 class Grids(VisionTask):
-    """Cross-entropy of every cell of the output's template, border and padding too."""
+    """Cross-entropy of every cell of the output's template, with border and padding."""
 
     config_class = GridsConfig
 
@@ -35,10 +35,9 @@ class Grids(VisionTask):
         self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
 
     def forward(self, batch: GridBatch, step: int) -> StepOutput:
-        """Compute the loss in nats a cell, and the shares of right cells and templates."""
+        """Compute the loss in nats per cell, and the shares of right cells and templates."""
         with self.autocast(batch.inputs.device):
-            logits = self.model(question_of(batch), batch.outputs)
-        # In float32 or better, whatever autocast says around it.
+            logits = self.model(batch, batch.outputs)
         logits = logits.float().movedim(-1, 1)
         nats = functional.cross_entropy(logits, batch.outputs, reduction="sum")
         count = torch.tensor(batch.outputs.numel(), device=nats.device)
@@ -47,11 +46,6 @@ class Grids(VisionTask):
             correct = logits.argmax(1) == batch.outputs
             statistics = {"cells": correct.float().mean(), "exact": correct.all(-1).float().mean()}
         return self.step_output({"cells": Loss(nats, count)}, statistics=statistics)
-
-
-def question_of(batch: GridBatch) -> GridQuestion:
-    """Return the encoder's input for a batch."""
-    return GridQuestion(batch.inputs, batch.boxes, batch.tasks)
 
 
 def build(

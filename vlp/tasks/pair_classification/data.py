@@ -20,15 +20,15 @@ from vlp.data.text.tokenizer import TextProcessor, TextTokens
 
 
 class TextLabels(NamedTuple):
-    """Fields of a benchmark's annotations."""
+    """Text field of a benchmark's annotations, and its labels."""
 
-    # The annotation's field with the text.
+    # Name of the annotation's field with the text.
     text: str
     # Value of the annotation's `label` -> class.
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
-        """Return text and class; the class is None where there is no label, as in a test set."""
+        """Return text and class; without a label, as in a test set, the class is None."""
         text, label = getattr(annotation, self.text), annotation.label
         if not (text and text.strip()):
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
@@ -39,21 +39,24 @@ class TextLabels(NamedTuple):
 
 
 SNLI_VE_LABELS = TextLabels("hypothesis", {"entailment": 0, "neutral": 1, "contradiction": 2})
-# NLVR2's own files spell labels as texts; numbers become texts when they are read.
+# NLVR2's files have labels as strings; `Annotation` also reads the numbers 0 and 1 as strings.
 _TRUTH: dict[str | bool, int] = {"False": 0, "True": 1, "false": 0, "true": 1, "0": 0, "1": 1}
 NLVR2_LABELS = TextLabels("statement", {False: 0, True: 1, **_TRUTH})
 
 
 class PairExample(NamedTuple):
-    """pixels (images, 3, size, size); tokens of one row; the class, None without a label."""
+    """A text with its images."""
 
+    # (images, 3, size, size) float32
     pixels: Tensor
+    # Of one row.
     tokens: TextTokens
+    # Class; None without a label.
     label: int | None
 
 
 class PairBatch(NamedTuple):
-    """B texts, each with its images; one grey sample that is not valid if all are bad."""
+    """B texts, each with its images; if all samples are bad, one grey row that is not valid."""
 
     # (B, images, 3, size, size) float32
     pixels: Tensor
@@ -61,7 +64,7 @@ class PairBatch(NamedTuple):
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
-    # (B,) int64
+    # (B,) int64, -1 without a label
     labels: Tensor
     # (B,) bool
     valid: Tensor
@@ -73,46 +76,47 @@ class PairBatch(NamedTuple):
 
 
 class PairDataset(DownstreamDataset[PairExample, PairBatch]):
-    """Samples of shard folders, a text with 1 or 2 `images` each.
+    """Samples of shard folders, each a text with 1 or 2 images.
 
     Args:
-        parts: equal cuts of each image from left to right, each read as an image.
+        images: number of images of a sample.
+        panel_count: number of `panels` of each image, which the model reads as images.
     """
 
     def __init__(
         self,
         items: Items,
-        kind: TextLabels,
+        labels: TextLabels,
         images: int,
-        parts: int,
+        panel_count: int,
         text: TextProcessor,
         prepare: ImagePreparation,
     ) -> None:
         super().__init__(items, text, prepare)
-        self.kind, self.images, self.parts = kind, images, parts
+        self.labels, self.images, self.panel_count = labels, images, panel_count
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """Make the example of an item; `rng_for` augments, in training."""
-        text, label = self.kind.read(item.raw.annotation, item.where)
+        """Make the example of item `number`; `rng_for` draws the augmentation of training."""
+        text, label = self.labels.read(item.raw.annotation, item.where)
         images = decode_images(item.raw, self.images)
-        parts = [part for image in images for part in panels(image, self.parts)]
+        parts = [panel for image in images for panel in panels(image, self.panel_count)]
         return PairExample(self.prepare(parts, text, number, rng_for), self.text([text]), label)
 
     def require_truth(self, example: PairExample, item: Item) -> None:
-        """Check that there is a label."""
+        """Require a label."""
         if example.label is None:
             raise BadSample("unknown label", f"{item.where}: training needs a label")
 
     def blank(self) -> PairExample:
         """Make grey images with an empty text."""
         size = self.prepare.evaluate.image_size
-        pixels = torch.zeros(self.images * self.parts, 3, size, size)
+        pixels = torch.zeros(self.images * self.panel_count, 3, size, size)
         return PairExample(pixels, self.text([""]), 0)
 
     def batch(
         self, examples: list[PairExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> PairBatch:
-        """Stack examples; those without a label have class -1. `valid` is (B,)."""
+        """Stack examples; `valid` is (B,) bool."""
         labels = [-1 if example.label is None else example.label for example in examples]
         tokens = [example.tokens for example in examples]
         ids, attention, words = (torch.cat(rows) for rows in zip(*tokens))
@@ -125,13 +129,13 @@ _UNUSED = TextLabels("caption", {})
 
 
 class AssignmentDataset(PairDataset):
-    """Captioned samples with images of other samples; the class is the caption's image."""
+    """Captions with two images; the class tells which image is the caption's: FIRST, ...."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         super().__init__(items, _UNUSED, 2, 1, text, prepare)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """Make an example of the caption of `item`, its image first, second or absent."""
+        """Make an example of a caption of `item`; class and other images are drawn."""
         rng = rng_for("assignment") if rng_for else make_rng(0, 0, number, "assignment")
         captions = captions_of(item.raw.annotation)
         if not captions:
@@ -141,21 +145,22 @@ class AssignmentDataset(PairDataset):
         others: list[Item] = []
         for _ in range(2 if label == NEITHER else 1):
             others.append(self._other([item, *others], rng))
-        items = [item, *others] if label == FIRST else [*others, item]
-        images = [decode_images(shown.raw, 1)[0] for shown in items[:2]]
+        # NEITHER: two others come before `item`, which is left out.
+        pair = [item, *others] if label == FIRST else [*others, item][:2]
+        images = [decode_images(member.raw, 1)[0] for member in pair]
         return PairExample(self.prepare(images, text, number, rng_for), self.text([text]), label)
 
     def _other(self, items: list[Item], rng: np.random.Generator) -> Item:
-        """Draw a sample of another image than some items, as far as the annotations tell."""
-        images = [_image(item) for item in items]
+        """Draw a sample whose image is, by its annotation, none of the items' images."""
+        images = [_image_identity(item) for item in items]
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))
-            if _image(other) not in images:
+            if _image_identity(other) not in images:
                 return other
-        raise BadSample("no text", f"{items[0].where}: no other image was drawn beside it")
+        raise BadSample("no other image", f"{items[0].where}: 8 draws found no other image")
 
 
-def _image(item: Item) -> tuple[str | None, str]:
+def _image_identity(item: Item) -> tuple[str | None, str]:
     annotation = item.raw.annotation
     if annotation.image_id is None:
         return None, item.where

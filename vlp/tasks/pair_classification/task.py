@@ -1,12 +1,12 @@
-"""Pair classification of a text and one or two images: SNLI-VE and NLVR2.
+"""Pair classification of a text and one or several images: SNLI-VE and NLVR2.
 
-The text stream's [CLS] goes through a two-layer perceptron (ACE-RPE, section 4.2, after UNITER).
-Two images are read in one pass, each with a learned tag on its tokens and ACE-RPE within each.
+A two-layer perceptron reads the text stream's [CLS] (ACE-RPE, section 4.2, after UNITER). Several
+images enter one pass; each has a learned tag, added to its tokens, and anchor paths of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -34,21 +34,19 @@ from vlp.tasks.teacher import Distilled, DistilledConfig
 
 
 class PairClassificationConfig(DistilledConfig):
-    """Base of the configurations of this module's kinds."""
+    """Base of the configurations of SNLI-VE, NLVR2 and text assignment."""
 
     label_smoothing: float = Field(
         0.0, ge=0, lt=1, description="share of the target spread evenly over all classes"
     )
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the names of the classes, in order."""
-        raise NotImplementedError
+    # Names of the classes, in order.
+    classes: ClassVar[tuple[str, ...]]
 
     @property
-    def shown(self) -> int:
-        """Return the number of images that are read for a sample."""
-        raise NotImplementedError
+    def num_images(self) -> int:
+        """Return the number of images that the model reads for a text, panels counted."""
+        return 1
 
 
 class SnliVeConfig(PairClassificationConfig):
@@ -56,59 +54,43 @@ class SnliVeConfig(PairClassificationConfig):
 
     kind: Literal["snli_ve"] = Field("snli_ve", description="selects this class")
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return SNLI's names."""
-        return tuple(str(name) for name in SNLI_VE_LABELS.labels)
-
-    @property
-    def shown(self) -> int:
-        """Return 1."""
-        return 1
+    classes: ClassVar = tuple(map(str, SNLI_VE_LABELS.labels))
 
 
 class Nlvr2Config(PairClassificationConfig):
-    """NLVR2: a statement about two images, or NLVR v1's about one that shows three boxes."""
+    """NLVR2: a statement about two images; NLVR v1: about one image of three panels."""
 
     kind: Literal["nlvr2"] = Field("nlvr2", description="selects this class")
-    images: Literal[1, 2] = Field(2, description="images of a sample: 2 of NLVR2, 1 of NLVR v1")
+    images: Literal[1, 2] = Field(2, description="images of a sample: 2 in NLVR2, 1 in NLVR v1")
     panels: int = Field(
-        1,
-        ge=1,
-        le=16,
-        description="number of parts of one width, from left to right, that an image is cut into; "
-        "each is read as an image of its own, with its own tag",
+        1, ge=1, le=16, description="panels of an image, from left to right, to read as images"
     )
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the names that NLVR2's submissions use."""
-        return "False", "True"
+    # As in NLVR2's submissions.
+    classes: ClassVar = ("False", "True")
 
     @property
-    def shown(self) -> int:
+    def num_images(self) -> int:
         """Return the number of panels of all images."""
         return self.images * self.panels
 
 
 class Nlvr2AssignmentConfig(PairClassificationConfig):
-    """Text assignment, which prepares for NLVR2: the image of a caption among two."""
+    """Text assignment, pretraining for NLVR2: which of two images is the caption's."""
 
     kind: Literal["nlvr2_assignment"] = Field("nlvr2_assignment", description="selects this class")
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the images that a caption may belong to."""
-        return "first", "second", "neither"
+    # The image that the caption belongs to.
+    classes: ClassVar = ("first", "second", "neither")
 
     @property
-    def shown(self) -> int:
+    def num_images(self) -> int:
         """Return 2."""
         return 2
 
 
 class PairClassification(Distilled):
-    """Cross-entropy of one class a sample, and to a teacher's classes where there is one."""
+    """Cross-entropy of one class per sample, mixed with a teacher's soft targets."""
 
     metric: ClassVar[str] = "accuracy"
     untrained = SCORES
@@ -122,23 +104,26 @@ class PairClassification(Distilled):
         self.head = nn.Sequential(
             nn.Linear(width, width), nn.GELU(), nn.Linear(width, len(config.classes))
         )
-        if config.shown > 1:
-            self.tags = nn.Parameter(torch.zeros(config.shown, width))
+        if config.num_images > 1:
+            self.tags = nn.Parameter(torch.zeros(config.num_images, width))
             nn.init.normal_(self.tags, std=0.02)
-            take_tags(self.tags, parts.heads)
+            # The head of text assignment differs from NLVR2's, but its tags have the same meaning.
+            pretrained = parts.heads.get("tags")
+            if pretrained is not None and pretrained.shape == self.tags.shape:
+                self.tags.data.copy_(pretrained)
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> PairDataset:
-        """Return the samples of shard folders."""
+        """Return the dataset of shard folders' first `limit` samples."""
         items = Items(folders, limit=limit)
         if isinstance(self.config, Nlvr2AssignmentConfig):
             return AssignmentDataset(items, self.text, self.prepare)
         if isinstance(self.config, Nlvr2Config):
-            shown = self.config.images, self.config.panels
-            return PairDataset(items, NLVR2_LABELS, *shown, self.text, self.prepare)
+            counts = self.config.images, self.config.panels
+            return PairDataset(items, NLVR2_LABELS, *counts, self.text, self.prepare)
         return PairDataset(items, SNLI_VE_LABELS, 1, 1, self.text, self.prepare)
 
     def logits(self, batch: PairBatch) -> Tensor:
-        """Compute (B, classes) logits in the compute type."""
+        """Compute (B, classes) logits, in autocast's dtype within autocast."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         images = [self.model.encode_image(pixels) for pixels in batch.pixels.unbind(1)]
         features = (
@@ -150,7 +135,7 @@ class PairClassification(Distilled):
         return logits
 
     def forward(self, batch: PairBatch, step: int) -> StepOutput:
-        """Compute the loss and the accuracy."""
+        """Compute the loss in nats per sample, and the accuracy."""
         with self.autocast(batch.pixels.device):
             logits = self.logits(batch)
             target = self.soft_target(step, logits.device, lambda task: task.logits(batch))
@@ -167,17 +152,11 @@ class PairClassification(Distilled):
 
     @torch.no_grad()
     def predict(self, batch: PairBatch) -> list[str]:
-        """Return the name of the likeliest class of each sample."""
-        classes = self.config.classes
-        return [classes[best] for best in self.logits(batch).float().argmax(-1).tolist()]
-
-
-@torch.no_grad()
-def take_tags(tags: nn.Parameter, heads: Mapping[str, Tensor]) -> None:
-    """Copy the tags (images, width) of a model that was trained on image pairs before."""
-    pretrained = heads.get("tags")
-    if pretrained is not None and pretrained.shape == tags.shape:
-        tags.copy_(pretrained)
+        """Return the name of the likeliest class of each sample; ValueError for NaN logits."""
+        logits = self.logits(batch).float()
+        if not logits.isfinite().all():  # `argmax` of NaN would be a class
+            raise ValueError("the model gives logits that are not finite; try precision float32")
+        return [self.config.classes[index] for index in logits.argmax(-1).tolist()]
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Images as the numbers of their pixels, for models of their exact likelihood."""
+"""Images as integer pixel values, for models of their exact likelihood."""
 
 from __future__ import annotations
 
@@ -14,33 +14,25 @@ from torch import Tensor
 from vlp.data.labelled_images import LabelledImages, subset
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
+from vlp.data.stream.loader import OrderedData, RngFactory, indexed_data
+from vlp.tasks.vision_only import LabelledImagesConfig
 
 CHANNELS = 3
 
 
-class PixelDataConfig(MapDatasetConfig):
-    """Images for pixel modelling, from any source of `open_labelled`; classes are ignored."""
+class PixelDataConfig(LabelledImagesConfig):
+    """Images for pixel modelling; their classes are ignored."""
 
-    train: str = Field(
-        description="images to train on: a tar file, a folder of class folders, or shards with "
-        "labels",
-        json_schema_extra={"resume": "path"},
-    )
-    test: str = Field(
-        description="images to evaluate on, in any of the forms of `train`",
-        json_schema_extra={"resume": "tolerated"},
-    )
-    classes: tuple[str, ...] | None = Field(None, description="only shards need them")
-    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
-    image_size: int = Field(64, ge=1, description="pixels; larger images are made smaller")
-    hflip: bool = Field(False, description="left and right, every other time, in training")
+    image_size: int = Field(64, ge=1, description="side in pixels; larger images are reduced")
+    hflip: bool = Field(False, description="horizontal flip with probability 0.5 in training")
 
 
 class PixelBatch(NamedTuple):
-    """values (B, size, size, 3) int64 in 0..255, flattened as in the paper; valid (B,) bool."""
+    """B images; 0 rows if all samples are bad."""
 
+    # (B, size, size, 3) int64, 0 to 255
     values: Tensor
+    # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
 
@@ -52,7 +44,8 @@ class PixelBatch(NamedTuple):
 def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
     """Return the pixels of an image's largest central square: (size, size, 3) uint8.
 
-    A larger image is reduced by the mean over each pixel's area, as ImageNet-64 was.
+    A larger square is reduced by box filtering, as ImageNet-64 was. Raises BadSample for a smaller
+    one; `where` is the image's location for the message.
     """
     side = min(image.size)
     if side < size:
@@ -65,30 +58,28 @@ def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
 
 
 class PixelSamples:
-    """Reads one training image."""
+    """Training samples: pixels of images, flipped at random if configured."""
 
     def __init__(self, images: LabelledImages, config: PixelDataConfig) -> None:
         self.images, self.config = images, config
 
-    def __len__(self) -> int:
-        return len(self.images)
-
     def __call__(self, number: int, rng_for: RngFactory) -> Tensor:
-        """Return the pixels (size, size, 3) uint8."""
-        image, _, where, *_ = self.images.read(number)
+        """Return the pixels (size, size, 3) uint8 of image `number`; raises BadSample."""
+        sample = self.images.read(number)
+        image = sample.image
         if self.config.hflip and rng_for("mirror").random() < 0.5:
             image = ImageOps.mirror(image)
-        return pixel_values(image, self.config.image_size, where)
+        return pixel_values(image, self.config.image_size, sample.where)
 
 
 def pixel_data(
     images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
 ) -> OrderedData:
-    """Return the training batches of `images` by the settings `config.train`."""
+    """Return the training batches of `images`, which were opened from `config.train`."""
     images = subset(images, config.limit, config.train)
     samples = PixelSamples(images, config)
     collate = partial(_collate, config.image_size)
-    return indexed_data(len(samples), samples, collate, config, batch, seed)
+    return indexed_data(len(images), samples, collate, config, batch, seed)
 
 
 def _collate(size: int, samples: list[Tensor], skipped: tuple[SkippedSample, ...]) -> PixelBatch:

@@ -1,4 +1,4 @@
-"""Image generation: the likelihood of images, pixel by pixel (Li et al. 2021, section 4.1)."""
+"""Image generation: the likelihood of images, channel by channel (Li et al. 2021, section 4.1)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PixelsConfig(Config):
 
     kind: Literal["pixels"] = Field("pixels", description="selects this class")
     model: PixelModelConfig = Field(PixelModelConfig(), description="sizes and position encodings")
-    data: PixelDataConfig = Field(description="images whose pixels are modelled")
+    data: PixelDataConfig = Field(description="training and test images")
 
 
 class Pixels(VisionTask):
@@ -36,7 +36,7 @@ class Pixels(VisionTask):
         self.model = PixelTransformer(config.model, config.data.image_size)
 
     def forward(self, batch: PixelBatch, step: int) -> StepOutput:
-        """Compute the loss in nats a channel, and the same in bits (of this rank's images)."""
+        """Compute the loss in nats per channel, and in bits for this rank's images."""
         with self.autocast(batch.values.device):
             nats = self.model.nats(batch.values)
         count = torch.tensor(nats.numel(), device=nats.device)

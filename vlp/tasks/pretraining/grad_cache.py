@@ -1,8 +1,9 @@
-"""Passes in chunks of rows, one of which has activations at a time (GradCache).
+"""GradCache (Gao et al. 2021, arXiv 2101.06983): passes in chunks of rows, to save memory.
 
-Gao et al. 2021 (arXiv 2101.06983) compute features without a graph, the loss's gradient to them,
-and each chunk again with a graph. Checkpoints around the chunks do that inside one ordinary
-backward pass, for every objective and with the same dropout both times.
+Only one chunk has activations at a time. The paper computes features without a graph, then the
+gradient of the loss with respect to them, then each chunk again with a graph. Activation
+checkpointing of the chunks does the same in one ordinary backward pass, for every objective and
+with the same dropout in both passes.
 """
 
 from __future__ import annotations
@@ -23,38 +24,41 @@ Rows = TypeVar("Rows", bound=NamedTuple)
 Result = TypeVar("Result")
 
 
-def chunks(rows: int, size: int) -> Iterator[slice]:
+def chunk_slices(rows: int, size: int) -> Iterator[slice]:
     """Yield slices of `size` consecutive rows; the last may be shorter."""
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
-def select(whole: Rows, rows: slice) -> Rows:
-    """Return rows of every tensor in a named tuple; its other fields stay."""
-    return whole._make(field[rows] if isinstance(field, Tensor) else field for field in whole)
+def select_rows(batch: Rows, rows: slice) -> Rows:
+    """Return a named tuple with `rows` of every tensor; other fields stay as they are."""
+    return batch._make(field[rows] if isinstance(field, Tensor) else field for field in batch)
 
 
-def recomputed(function: Callable[[], Result]) -> Result:
-    """Run a pass now, and once more in the backward pass; nothing of it is kept between."""
+def run_checkpoint(function: Callable[[], Result]) -> Result:
+    """Run a pass without storing its activations; the backward pass runs it again."""
     result: Result = checkpoint(function, use_reentrant=False)
     return result
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Concatenate the rows of equal named tuples."""
-    return type(parts[0])(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+def concatenate(chunks: Sequence[Any]) -> Any:
+    """Concatenate named tuples of tensors, field by field, along the rows."""
+    return type(chunks[0])(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
 
 
-def in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
+def run_in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
     """Run an objective on chunks and sum its losses; statistics are means over chunks."""
-    threshold = step.model.anchor_threshold.clone()  # it moves before the backward pass
-    parts = chunks(len(step.batch.valid), size)
-    outcomes = [recomputed(partial(_run, objective, step, rows, threshold)) for rows in parts]
-    terms = [terms for terms, _ in outcomes]
-    for name in outcomes[0][1]:
-        values = [statistics[name] for _, statistics in outcomes]
+    # The running threshold moves before the backward pass, which needs this one again.
+    threshold = step.model.anchor_threshold.clone()
+    outputs = [
+        run_checkpoint(partial(_run_chunk, objective, step, rows, threshold))
+        for rows in chunk_slices(len(step.batch.valid), size)
+    ]
+    terms = [terms for terms, _ in outputs]
+    for name in outputs[0][1]:
+        values = [statistics[name] for _, statistics in outputs]
         step.statistics[name] = torch.stack(values).mean()
     return {
-        name: Term(_sum([part[name].loss for part in terms]), term.weight)
+        name: Term(_sum([chunk_terms[name].loss for chunk_terms in terms]), term.weight)
         for name, term in terms[0].items()
     }
 
@@ -64,24 +68,24 @@ def _sum(losses: list[Loss]) -> Loss:
     return Loss(sum(totals[1:], totals[0]), sum(counts[1:], counts[0]))
 
 
-def _run(
+def _run_chunk(
     objective: Objective, step: Step, rows: slice, threshold: Tensor
 ) -> tuple[dict[str, Term], dict[str, Tensor]]:
     teacher = step.teacher and step.teacher._replace(
-        image=select(step.teacher.image, rows), text=select(step.teacher.text, rows)
+        image=select_rows(step.teacher.image, rows), text=select_rows(step.teacher.text, rows)
     )
-    part = replace(
+    chunk = replace(
         step,
-        batch=select(step.batch, rows),
-        image=select(step.image, rows),
-        text=select(step.text, rows),
+        batch=select_rows(step.batch, rows),
+        image=select_rows(step.image, rows),
+        text=select_rows(step.text, rows),
         teacher=teacher,
         statistics={},
         image_kv=None,
     )
-    moved, step.model.anchor_threshold = step.model.anchor_threshold, threshold
+    running, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:
-        terms = objective(part)
-        return {name: t._replace(anchors=None) for name, t in terms.items()}, part.statistics
+        terms = objective(chunk)
+        return {name: t._replace(anchors=None) for name, t in terms.items()}, chunk.statistics
     finally:
-        step.model.anchor_threshold = moved
+        step.model.anchor_threshold = running

@@ -1,4 +1,4 @@
-"""Weights that the objectives' heads start from."""
+"""Initial weights of the objectives' heads."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BERT_HEAD = {
 
 
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
-    """Copy a public BERT's head of masked language modelling, as ALBEF does; return the copies.
+    """Copy a public BERT's MLM head, as ALBEF does, and return a report in a list.
 
-    The list is empty where a side lacks the head or sizes differ.
+    The list is empty, and nothing is copied, if a side lacks the head or shapes differ.
     """
     if "mlm_head" not in modules:
         return []
@@ -30,8 +30,8 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
     state, weights = heads.state_dict(), {}
     try:
         for name, (_, tensor) in current_names(read_bert(bert).state, bert).items():
-            module, _, kind = name.rpartition(".")
-            key = f"{_BERT_HEAD.get(module)}.{kind}"
+            module_name, _, parameter_name = name.rpartition(".")
+            key = f"{_BERT_HEAD.get(module_name)}.{parameter_name}"
             if key in state and state[key].shape == tensor.shape:
                 weights[key] = tensor
         if weights.keys() != state.keys():
@@ -42,18 +42,22 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
 
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
-    """Copy the weights of a model folder's heads that fit; return the copies made."""
+    """Copy a model folder's head weights of equal name and shape, and return a report in a list.
+
+    The list is empty if the folder has no heads.
+    """
     module_dict = nn.ModuleDict(dict(modules))
     state = module_dict.state_dict()
     try:
         heads = read_heads(local_folder(init_from))
-        fitting = {
-            name: head
-            for name, head in heads.items()
-            if name in state and head.shape == state[name].shape
+        same_shape = {
+            name: weight
+            for name, weight in heads.items()
+            if name in state and weight.shape == state[name].shape
         }
-        unused = sorted(heads.keys() - fitting.keys())
-        report = copy_weights(module_dict, fitting, f"{init_from}/{HEADS}", unused, (".+",))
+        unused = sorted(heads.keys() - same_shape.keys())
+        # Any weight may be missing: heads of other shapes keep their initial weights.
+        report = copy_weights(module_dict, same_shape, f"{init_from}/{HEADS}", unused, (".+",))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return [report] if heads else []

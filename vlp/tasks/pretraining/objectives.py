@@ -44,13 +44,13 @@ from vlp.objectives.token import phrase_loss, token_losses
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.teacher import TeacherOutput, gather_keys
 
-# Projections of tokens, where the model has them.
+# Token projections, parts of the model.
 TOKENS = frozenset({"image_tokens", "text_tokens"})
 
 
 @dataclass
 class Step:
-    """Inputs of all objectives at one step, computed once, and the statistics they log."""
+    """Inputs of all objectives at one step, computed once, and the statistics for the log."""
 
     # Optimiser steps from 0.
     number: int
@@ -60,15 +60,16 @@ class Step:
     image: ImageFeatures
     text: TextFeatures
     teacher: TeacherOutput | None
-    # Whether a log line is due and costly statistics are computed.
+    # True if a log line is due: then costly statistics are computed.
     is_logged: bool
     statistics: dict[str, Tensor] = field(default_factory=dict)
-    # Whether passes share the images' keys and values; `image_key_values` caches them.
+    # Whether passes over unmasked images share `image_kv`.
     shares_images: bool = False
+    # Cache of `image_key_values`.
     image_kv: ImageKeyValues | None = None
 
     def image_key_values(self) -> ImageKeyValues | None:
-        """Return the keys and values for all passes over clean images; None without sharing."""
+        """Return cross-attention's keys and values of unmasked images; None without sharing."""
         if self.image_kv is None and self.shares_images:
             self.image_kv = self.model.cross_encoder.image_key_values(self.image.states)
         return self.image_kv
@@ -84,24 +85,24 @@ class Term(NamedTuple):
 
 
 class Objective:
-    """Base of the objectives; an instance is called once a step and returns its losses by name.
+    """Base of the objectives; the task calls an instance once a step (with GradCache, per chunk).
 
-    An objective is built when `settings_of` finds settings for it. `modules()` gives trainable
-    modules, which become members of the task under their names.
+    The task has an objective if `settings_of` returns settings for it.
 
     Args:
         settings: result of `settings_of`.
     """
 
-    # True if it runs before the anchor threshold moves, as objectives on unmasked pairs do.
+    # True if it reads unmasked pairs alone: it then runs before the running threshold moves.
     on_clean_pairs: ClassVar[bool] = False
-    # True if its losses are sums over sample groups, so that it can run on a few at a time.
-    in_chunks: ClassVar[bool] = False
+    # True if its losses are sums over sample groups, so that GradCache may run it on chunks.
+    can_chunk: ClassVar[bool] = False
     # True if its modules go into the model folder.
     saves_modules: ClassVar[bool] = True
     # True if the momentum teacher has a copy of its modules.
     has_teacher_copy: ClassVar[bool] = False
-    # Parts with a gradient of it; other parts are frozen, else weight decay would shrink them.
+    # Of these parts, those that get a gradient from it. A part that no objective trains is frozen,
+    # as weight decay would shrink it.
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -109,11 +110,11 @@ class Objective:
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> Any | None:
-        """Return the settings under the objective's own name; None leaves the objective out."""
+        """Return the settings under the key `name`; None leaves the objective out."""
         return getattr(objectives, name, None)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return the objective's trainable modules by their name in the task."""
+        """Return trainable modules, which become members of the task under these names."""
         return {}
 
     def __call__(self, step: Step) -> dict[str, Term]:
@@ -121,17 +122,18 @@ class Objective:
         raise NotImplementedError
 
 
-# By name, in the order in which they run and their losses are summed.
+# By name. Objectives run, and their losses are summed, in this order.
 OBJECTIVES: dict[str, type[Objective]] = {}
 
 
 def register_objective(
     name: str, objective: type[Objective], settings: type[Config] | None = None
 ) -> None:
-    """Register an objective by its name in logs and its key in the `objectives` configuration.
+    """Register an objective.
 
     Args:
-        settings: type of the settings under that key, where `ObjectivesConfig` has no such field.
+        name: key of its settings in the configuration's `objectives`.
+        settings: class of these settings; None if `ObjectivesConfig` has a field `name`.
     """
     if name in OBJECTIVES:
         raise ValueError(f"an objective {name!r} is registered already")
@@ -140,19 +142,20 @@ def register_objective(
     OBJECTIVES[name] = objective
 
 
-# Delta of Eq. 2, as the paper sets it.
+# Margin delta of Eq. 2 in the paper.
 PAPER_MARGIN = 0.05
-# Start of the learned bias of the sigmoid loss, as SigLIP's: nearly all pairs are no matches.
+# Initial value of the sigmoid loss's learned bias, as in SigLIP: nearly all pairs are negatives.
 SIGMOID_BIAS = -10.0
-# Start of the learned tau; from 5 or 20 fewer words point right (configs/ablation/results).
+# Initial value of the learned tau; 5 and 20 give a lower pointing accuracy
+# (configs/ablation/results).
 TOKEN_SCALE = 10.0
 
 
 class Contrastive(Objective):
-    """Match images and captions against the keys of all ranks and the teacher's queue.
+    """Contrast of images and captions with the keys of all ranks and of the teacher's queue.
 
-    Inputs: features of the unmasked batch, and a teacher's keys and soft targets. The paper's form
-    (Eqs 1-2) reads tokens, and no soft targets. Loss: `contrastive`.
+    Inputs: features of the unmasked batch; a teacher's keys and soft targets. The paper's form
+    (Eqs 1-2) reads tokens instead of soft targets. Loss: `contrastive`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -164,12 +167,12 @@ class Contrastive(Objective):
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
-        """Return the settings unless their kind is `sigmoid`, an objective of its own."""
+        """Return the contrastive settings unless their kind is `sigmoid`."""
         contrastive = objectives.contrastive
         return contrastive if contrastive and contrastive.kind != "sigmoid" else None
 
     def __call__(self, step: Step) -> dict[str, Term]:
-        """Compute the loss over the batch's rows."""
+        """Compute the loss over rows, both ways."""
         settings, batch, teacher = self.settings, step.batch, step.teacher
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
@@ -221,18 +224,18 @@ class Contrastive(Objective):
 
 
 def pair_temperature(model: VLPModel, objectives: ObjectivesConfig) -> Tensor | float:
-    """Return the temperature of pair similarities; 1 / lambda unless the loss learns it."""
+    """Return the temperature of pair similarities, without gradient."""
     contrastive = objectives.contrastive
     if contrastive and contrastive.is_paper_form:
-        return 1 / contrastive.scale
+        return 1 / contrastive.scale  # lambda of Eq. 1, which is not learned
     return model.temperature().detach()
 
 
 class SigmoidContrastive(Objective):
-    """Tell whether an image and a text belong together, for all pairs of all ranks.
+    """SigLIP's loss: binary classification of all pairs of the ranks' images and texts.
 
-    Inputs: features of the unmasked batch. The model's temperature scales cosines; the paper starts
-    it at 0.1. Loss: `contrastive`.
+    Inputs: features of the unmasked batch. Cosines are divided by the model's temperature, which
+    starts at 0.1 in the paper. Loss: `contrastive`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -246,7 +249,7 @@ class SigmoidContrastive(Objective):
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
-        """Return the contrastive objective's settings where its kind is `sigmoid`."""
+        """Return the contrastive settings if their kind is `sigmoid`."""
         contrastive = objectives.contrastive
         return contrastive if contrastive and contrastive.kind == "sigmoid" else None
 
@@ -269,16 +272,16 @@ class SigmoidContrastive(Objective):
 
 
 class TokenTerms(Objective):
-    """Train tokens inside sample groups, with the weight of the contrastive objective.
+    """Contrast of tokens within sample groups, with the weight of the contrastive objective.
 
-    Inputs: tokens of the unmasked batch. Losses: `token` (captions find images), `word` (single
-    words find images), `phrase` (words follow a neighbour that points). Logs `token_scale`.
+    Inputs: tokens of the unmasked batch. Losses: `token` (captions against images), `word` (words
+    against images), `phrase` (words follow a neighbour that points). Logs `token_scale`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
     trains = TOKENS
     saves_modules: ClassVar[bool] = False
-    in_chunks: ClassVar[bool] = True
+    can_chunk: ClassVar[bool] = True
     settings: ContrastiveConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -287,7 +290,7 @@ class TokenTerms(Objective):
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
-        """Return the contrastive objective's settings where its form has token terms."""
+        """Return the contrastive settings if their form has token terms."""
         contrastive = objectives.contrastive
         return contrastive if contrastive and contrastive.has_token_term else None
 
@@ -296,7 +299,7 @@ class TokenTerms(Objective):
         return {"token_scale": self.scale}
 
     def __call__(self, step: Step) -> dict[str, Term]:
-        """Compute the losses over rows (`token`) and words (the others)."""
+        """Compute the losses over captions (`token`) and over words (the others)."""
         batch, token, weight = step.batch, self.settings.token, self.settings.weight
         captions, words = token_losses(
             step.image.tokens,
@@ -321,14 +324,14 @@ class TokenTerms(Objective):
 
 
 class ImageTextMatching(Objective):
-    """Tell matching pairs from each image with a wrong text and each text with a wrong image.
+    """Classification of matching pairs against hard negatives of each image and each text.
 
     Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
-    `itm`, of pairs or of lists, with the anchor paths of the matching pairs. Logs `itm_accuracy`.
+    `itm`, pairwise or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
-    in_chunks: ClassVar[bool] = True
+    can_chunk: ClassVar[bool] = True
     settings: ITMConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -347,12 +350,12 @@ class ImageTextMatching(Objective):
             similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, count
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        anchor_rows = rows.repeat_interleave(count)
+        row_of_negative = rows.repeat_interleave(count)
         pairs = PairIndices(
-            texts=torch.cat([rows, negatives.text_for_image, anchor_rows]),
-            images=torch.cat([rows, anchor_rows, negatives.image_for_text]),
+            texts=torch.cat([rows, negatives.text_for_image, row_of_negative]),
+            images=torch.cat([rows, row_of_negative, negatives.image_for_text]),
         )
-        # Pooling by [CLS] reads one state of each text, so the last layer computes no other.
+        # The ITM head reads [CLS] (token 0) alone, so the last layer needs no other query.
         image_kv, query_indices = step.image_key_values(), None
         if image_kv is not None and step.model.config.cross.pooling == "cls":
             query_indices = torch.zeros_like(pairs.texts)[:, None]
@@ -364,31 +367,34 @@ class ImageTextMatching(Objective):
         if anchors is not None:
             anchors = anchors.map(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
-            wrong_labels = torch.zeros_like(anchor_rows)
-            labels = torch.cat([torch.ones_like(rows), wrong_labels, wrong_labels])
+            no_match = torch.zeros_like(row_of_negative)
+            labels = torch.cat([torch.ones_like(rows), no_match, no_match])
             mask = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
-            hits = (logits.detach().argmax(-1) == labels) & mask
-            step.statistics["itm_accuracy"] = hits.sum() / mask.sum().clamp(min=1)
-            return {"itm": Term(itm_loss(logits, labels, mask), settings.weight, anchors)}
-        # Two lists a row: its image with wrong texts, its text with wrong images.
-        odds = (logits[:, 1] - logits[:, 0]).split([len(rows), 2 * len(anchor_rows)])
-        matched, wrong = odds[0].repeat(2), odds[1].unflatten(0, (-1, count))
-        mask = torch.cat([negatives.has_text, negatives.has_image])[::count]
-        mask = mask & batch.valid.repeat(2)
-        correct = (matched > wrong.amax(1)).detach() & mask
+            correct = (logits.detach().argmax(-1) == labels) & mask
+            loss = itm_loss(logits, labels, mask)
+        else:
+            # Two lists a row: its image with the negative texts, its text with negative images.
+            log_odds = logits[:, 1] - logits[:, 0]
+            matching, others = log_odds.split([len(rows), 2 * len(row_of_negative)])
+            positive, negative = matching.repeat(2), others.unflatten(0, (-1, count))
+            # All negatives of a list exist or none does: each list's first flag is enough.
+            mask = torch.cat([negatives.has_text, negatives.has_image])[::count]
+            mask = mask & batch.valid.repeat(2)
+            correct = (positive > negative.amax(1)).detach() & mask
+            loss = listwise_itm_loss(positive, negative, mask)
         step.statistics["itm_accuracy"] = correct.sum() / mask.sum().clamp(min=1)
-        return {"itm": Term(listwise_itm_loss(matched, wrong, mask), settings.weight, anchors)}
+        return {"itm": Term(loss, settings.weight, anchors)}
 
 
 class MaskedLanguageModelling(Objective):
-    """Predict masked tokens from the rest of the text and the unmasked image.
+    """Prediction of masked tokens from the rest of the text and the unmasked image.
 
-    Inputs: the masked text with its labels, the image encoder's output; with a teacher, its
-    predictions of the same tokens as soft targets. Loss: `mlm`.
+    Inputs: the masked text with its labels, the image encoder's output; a teacher's predictions of
+    the same tokens as soft targets. Loss: `mlm`.
     """
 
     has_teacher_copy: ClassVar[bool] = True
-    in_chunks: ClassVar[bool] = True
+    can_chunk: ClassVar[bool] = True
     trains = frozenset({"cross_encoder"})
     settings: MLMConfig
 
@@ -421,8 +427,8 @@ class MaskedLanguageModelling(Objective):
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
         labels, slots, image_kv, query_indices = batch.mlm_labels, None, None, None
-        # A GPU would have to wait for the count of masked tokens, so R is fixed there; a CPU
-        # computes only the queries that are predicted.
+        # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed; a CPU
+        # computes only the queries of masked tokens.
         if on_gpu(labels):
             slots = prediction_slots(labels.numel(), self.settings.probability)
         elif step.shares_images:
@@ -436,13 +442,13 @@ class MaskedLanguageModelling(Objective):
 
 
 class MaskedImageModelling(Objective):
-    """Predict the pixels of masked patches.
+    """Prediction of the pixels of masked patches.
 
-    Inputs: pixels and patch mask; with output `cross` also the unmasked text, which the masked
-    image then meets in the cross-modal encoder. Loss: `mim`.
+    Inputs: pixels and patch mask; with output `cross`, which predicts from the cross-modal
+    encoder's output, also the unmasked text. Loss: `mim`.
     """
 
-    in_chunks: ClassVar[bool] = True
+    can_chunk: ClassVar[bool] = True
     settings: MIMConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -469,3 +475,11 @@ class MaskedImageModelling(Objective):
             states = features.image
         loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
         return {"mim": Term(loss, 1.0)}
+
+
+register_objective("contrastive", Contrastive)
+register_objective("sigmoid", SigmoidContrastive)
+register_objective("token", TokenTerms)
+register_objective("itm", ImageTextMatching)
+register_objective("mlm", MaskedLanguageModelling)
+register_objective("mim", MaskedImageModelling)

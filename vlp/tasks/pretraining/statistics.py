@@ -1,4 +1,4 @@
-"""Statistics of a step that change no loss, and the running quantile of the anchor threshold."""
+"""Statistics of a step for the log, and the running quantile that is the anchor threshold."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from vlp.positions.anchor_field import AnchorPaths
 from vlp.precision import full_precision
 from vlp.tasks.pretraining.objectives import Step
 
+logger = logging.getLogger(__name__)
+
 
 class AnchorStatistics(NamedTuple):
-    """Per channel group, (G,) each, over real words of all ranks."""
+    """Statistics of the channel groups, (G,) float32 each, over real words."""
 
     # Share of (patch, word) entries with S >= threshold.
     anchors: Tensor
     # Share of entries with a path.
     reachable: Tensor
     # Standard deviation of a word's path over its reachable patches, in units of Eq. 7, mean over
-    # words that reach at least two; near 0 the position tells nothing.
+    # words that reach at least two patches. Near 0 the path carries no position.
     spread: Tensor
 
 
@@ -40,14 +42,15 @@ def anchor_statistics(
     word_mask: Tensor,
     valid: Tensor | None = None,
 ) -> AnchorStatistics:
-    """Compute statistics of Eqs 3-7 for a batch of pairs.
+    """Compute statistics of Eqs 3-7 for the matching pairs of all ranks, which must all call it.
 
-    `similarity`, `path` (B, M, N, G), `reachable` the same, bool, `word_mask` (B, N) bool,
-    `valid` (B,) bool. Every rank must call it: one all-reduce of 5 x G sums.
+    `similarity`, `path` and the mask `reachable` are (B, M, N, G), the masks `word_mask` (B, N) and
+    `valid` (B,).
     """
     if valid is not None:
         word_mask = word_mask & valid[:, None]
-    return from_sums(global_sum(anchor_sums(similarity, threshold, path, reachable, word_mask)))
+    sums = anchor_sums(similarity, threshold, path, reachable, word_mask)
+    return statistics_of_sums(global_sum(sums))
 
 
 @torch.no_grad()
@@ -58,43 +61,41 @@ def anchor_sums(
     reachable: Tensor,
     word_mask: Tensor,
 ) -> Tensor:
-    """Compute the sums that `from_sums` takes, (5, G) float64; sums of batches may be added."""
+    """Compute (5, G) float64 sums for `statistics_of_sums`; sums of batches may be added."""
     words = word_mask[..., None]  # (B, N, 1)
     patches = similarity.shape[1]
-    passing = (similarity >= threshold).sum(1)  # (B, N, G)
-    reached = reachable.sum(1)
+    anchor_count = (similarity >= threshold).sum(1)  # (B, N, G)
+    reachable_count = reachable.sum(1)
     path = torch.where(reachable, path, 0).double()
-    mean = path.sum(1) / reached.clamp(min=1)
+    mean = path.sum(1) / reachable_count.clamp(min=1)
     squares = torch.where(reachable, (path - mean[:, None]).square(), 0).sum(1)
-    deviation = (squares / reached.clamp(min=1)).sqrt()
-    several = words & (reached >= 2)
+    deviation = (squares / reachable_count.clamp(min=1)).sqrt()
+    has_spread = words & (reachable_count >= 2)
     return torch.stack(
         [
-            (passing * words).sum((0, 1)).double(),
-            (reached * words).sum((0, 1)).double(),
-            (words.expand_as(reached)).sum((0, 1)).double() * patches,
-            torch.where(several, deviation, 0).sum((0, 1)),
-            several.sum((0, 1)).double(),
+            (anchor_count * words).sum((0, 1)).double(),
+            (reachable_count * words).sum((0, 1)).double(),
+            (words.expand_as(reachable_count)).sum((0, 1)).double() * patches,
+            torch.where(has_spread, deviation, 0).sum((0, 1)),
+            has_spread.sum((0, 1)).double(),
         ]
     )
 
 
-def from_sums(sums: Tensor) -> AnchorStatistics:
-    """Return the statistics of everything in some sums (5, groups) of `anchor_sums`."""
-    entries = sums[2].clamp(min=1)
-    shares = AnchorStatistics(sums[0] / entries, sums[1] / entries, sums[3] / sums[4].clamp(min=1))
-    return AnchorStatistics(*(share.float() for share in shares))
-
-
-logger = logging.getLogger(__name__)
+def statistics_of_sums(sums: Tensor) -> AnchorStatistics:
+    """Compute the statistics from (5, G) sums of `anchor_sums`."""
+    anchors, reachable, entries, spread, words = sums
+    entries = entries.clamp(min=1)
+    statistics = (anchors / entries, reachable / entries, spread / words.clamp(min=1))
+    return AnchorStatistics(*(statistic.float() for statistic in statistics))
 
 
 @torch.no_grad()
 def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-    """Average the cosine between different tokens of one sample, a scalar; 1 when all are alike.
+    """Average the cosine between different tokens of a sample, over samples with two or more.
 
-    `tokens` (B, M, D) of any length, `mask` (B, M) bool, `valid` (B,) bool. Mean over samples with
-    at least two tokens, 0 without such samples.
+    1 means that all tokens of a sample have one direction; 0 is also the result without samples.
+    `tokens` (B, M, D) need not be normalised; of the masks, `mask` is (B, M) and `valid` (B,).
     """
     (tokens,) = full_precision(tokens)
     if mask is None:
@@ -102,39 +103,40 @@ def token_cosine(tokens: Tensor, mask: Tensor | None = None, valid: Tensor | Non
     if valid is not None:
         mask = mask & valid[:, None]
     unit = F.normalize(tokens, dim=-1) * mask[..., None]
-    number = mask.sum(-1)
-    # All pairs at once: |sum of unit tokens|^2 is the sum of all cosines, with themselves included.
-    others = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
-    several = number >= 2
-    cosine = others / (number * (number - 1)).clamp(min=1)
-    return torch.where(several, cosine, 0).sum() / several.sum().clamp(min=1)
+    count = mask.sum(-1)
+    # |sum of unit tokens|^2 is the sum of the cosines of all pairs, pairs of equal tokens included.
+    cosine_sum = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
+    has_pairs = count >= 2
+    cosine = cosine_sum / (count * (count - 1)).clamp(min=1)
+    return torch.where(has_pairs, cosine, 0).sum() / has_pairs.sum().clamp(min=1)
 
 
 @torch.no_grad()
 def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Compute unit features' standard deviation over the batch, times sqrt(d), channel mean.
+    """Compute the channel mean of unit features' standard deviation over the batch, times sqrt(d).
 
-    `features` (B, d), `valid` (B,) bool -> scalar: near 1 when directions are spread evenly, 0 when
-    all samples have one direction (SimSiam, section 4.1). 0 with fewer than two samples.
+    Near 1 if directions are spread evenly, 0 if all samples have one direction (SimSiam, section
+    4.1), and 0 for fewer than two samples. `features` (B, d) need not be normalised; the mask
+    `valid` is (B,).
     """
     (features,) = full_precision(features)
     rows = torch.ones_like(features[:, :1], dtype=torch.bool) if valid is None else valid[:, None]
-    number = rows.sum()
+    count = rows.sum()
     unit = F.normalize(features, dim=-1)
-    mean = torch.where(rows, unit, 0).sum(0) / number.clamp(min=1)
-    variance = torch.where(rows, (unit - mean).square(), 0).sum(0) / number.clamp(min=1)
-    return torch.where(number < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
+    mean = torch.where(rows, unit, 0).sum(0) / count.clamp(min=1)
+    variance = torch.where(rows, (unit - mean).square(), 0).sum(0) / count.clamp(min=1)
+    return torch.where(count < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
 
 
 class CollapseWatch:
-    """Watch that warns once per number when tokens or global features stay dead.
+    """Monitor that warns when token or global features have collapsed.
 
-    Names with `cosine` are dead above `max_cosine`, names with `spread` below `min_spread`;
-    `patience` checks in a row raise the warning.
+    A statistic named `cosine` is bad above `max_cosine`, one named `spread` below `min_spread`;
+    `patience` bad checks in a row give one warning.
     """
 
-    # Collapsed runs reached token cosines of 1.00, others 0.80 or less; a spread of 0.1 means that
-    # features keep 1 % of their variance.
+    # Collapsed runs reached token cosines of 1.00, other runs at most 0.80; at a spread of 0.1
+    # features have 1 % of their variance.
 
     def __init__(
         self,
@@ -147,27 +149,27 @@ class CollapseWatch:
         self.min_spread = min_spread
         self.grace_steps = grace_steps
         self.patience = patience
-        self._dead_checks: dict[str, int] = {}
+        self._bad_checks: dict[str, int] = {}
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
-        """Log a warning for each statistic that has just died, and return their names."""
-        # Untrained encoders look dead, too.
+        """Warn of each statistic that now is bad for the `patience`-th time; return their names."""
+        # Features of untrained encoders look collapsed, too.
         if step < self.grace_steps:
             return []
-        warned = []
+        names = []
         for name, value in statistics.items():
-            limit = self._crossed(name, value)
-            count = self._dead_checks[name] = self._dead_checks.get(name, 0) + 1 if limit else 0
-            if limit and count == self.patience:
+            limit = self._exceeded_limit(name, value)
+            count = self._bad_checks[name] = self._bad_checks.get(name, 0) + 1 if limit else 0
+            if count == self.patience:
                 logger.warning(
                     "step %d: %s is %.3f (%s) for %d checks in a row: the representation has "
                     "collapsed; look at the contrastive loss, its temperature and learning rate",
                     *(step, name, value, limit, count),
                 )
-                warned.append(name)
-        return warned
+                names.append(name)
+        return names
 
-    def _crossed(self, name: str, value: float) -> str:
+    def _exceeded_limit(self, name: str, value: float) -> str:
         if "cosine" in name and value > self.max_cosine:
             return f"above {self.max_cosine}"
         if "spread" in name and value < self.min_spread:
@@ -175,17 +177,17 @@ class CollapseWatch:
         return ""
 
 
-def watch(step: Step, anchors: AnchorPaths | None) -> dict[str, Tensor]:
-    """Compute all statistics of a step from its outputs and its matching pairs' `anchors`."""
+def step_statistics(step: Step, anchors: AnchorPaths | None) -> dict[str, Tensor]:
+    """Compute all statistics of a step; `anchors` are those of its matching pairs."""
     with record_function("pass/statistics"):
-        shares = {} if anchors is None else anchor_shares(step, anchors)
-        return shares | collapse(step) | word_cosines(step)
+        of_anchors = {} if anchors is None else _of_anchors(step, anchors)
+        return of_anchors | _of_features(step) | _word_cosines(step)
 
 
-def anchor_shares(step: Step, anchors: AnchorPaths) -> dict[str, Tensor]:
-    """Measure how selective anchors are, as means and by channel group, and the threshold."""
+def _of_anchors(step: Step, anchors: AnchorPaths) -> dict[str, Tensor]:
+    """Return `AnchorStatistics`, as means and by channel group, and the threshold."""
     threshold = step.model.anchor_threshold
-    shares = anchor_statistics(
+    by_group = anchor_statistics(
         anchors.similarity,
         threshold.clamp(min=1e-3),
         anchors.image_path[:, 1:],
@@ -194,14 +196,14 @@ def anchor_shares(step: Step, anchors: AnchorPaths) -> dict[str, Tensor]:
         step.batch.valid,
     )
     statistics = {}
-    for name, groups in zip(shares._fields, shares):
+    for name, groups in by_group._asdict().items():
         statistics[f"anchor_{name}"] = groups.mean()
         statistics |= {f"anchor_{name}/{g}": groups[g] for g in range(len(groups))}
     return statistics | {"anchor_threshold": threshold.clone()}
 
 
-def collapse(step: Step) -> dict[str, Tensor]:
-    """Measure how alike tokens and features are, and the temperature."""
+def _of_features(step: Step) -> dict[str, Tensor]:
+    """Return the statistics that `CollapseWatch` checks, and the temperature."""
     image, text, valid = step.image, step.text, step.batch.valid
     return {
         "image_token_cosine": token_cosine(image.tokens, valid=valid),
@@ -213,10 +215,13 @@ def collapse(step: Step) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def word_cosines(step: Step) -> dict[str, Tensor]:
-    """Measure a word's cosine with patches of its own box and of others; 0 without word boxes."""
+def _word_cosines(step: Step) -> dict[str, Tensor]:
+    """Return words' mean cosines with patches of their own object's box and of other objects'.
+
+    The result is empty if augmentation moves patches; means are 0 if no caption has word boxes.
+    """
     patches = step.batch.word_patches
-    if patches is None:  # augmentation moves patches
+    if patches is None:
         return {}
     with torch.autocast(patches.device.type, enabled=False):
         cosine = step.text.tokens @ step.image.tokens.transpose(1, 2)  # (B, N, M)
@@ -227,7 +232,7 @@ def word_cosines(step: Step) -> dict[str, Tensor]:
     return {"word_own_box": same_object, "word_other_box": other_object}
 
 
-# Over [-1, 1]: steps of 5e-4, far below the spread of the similarities.
+# Of a histogram over [-1, 1]: steps of 5e-4, far below the spread of the similarities.
 BINS = 4000
 
 
@@ -237,16 +242,13 @@ def similarity_quantile(
 ) -> Tensor:
     """Compute the quantile of S over patches, real words and groups of the global batch.
 
-    Every rank must call it.
+    Every rank must call it. The result is 0-d float32, exact to 5e-4; NaN if no rank has a word.
 
     Args:
         similarity: (B, M, N, G) in [-1, 1], Eq. 3.
         word_mask: (B, N) bool, True = a real word.
         valid: (B,) bool, False = an empty row.
         quantile: in (0, 1).
-
-    Returns:
-        The threshold, 0-d float32, exact to 5e-4; NaN when no rank has a word.
     """
     # Ranks sum a histogram, so the result does not depend on their number.
     return _quantile(global_sum(_histogram(similarity, word_mask & valid[:, None])), quantile)
@@ -261,22 +263,23 @@ def _quantile(counts: Tensor, quantile: float) -> Tensor:
 
 
 def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None) -> Tensor:
-    """Count the entries (B, M, N, G) of words (B, N) in each bin, (BINS,) int64."""
-    # A GPU would have to wait for the number of words; counting padding, too, costs more on a CPU.
+    """Count the entries of `similarity` (B, M, N, G) at words (B, N) bool by bin: (BINS,) int64."""
+    # Selecting the words would make a GPU wait for their number; a CPU counts fewer entries so.
     by_word = similarity.transpose(1, 2)
     if on_gpu(similarity) if on_device is None else on_device:
-        return _histogram_unread(by_word, words)
-    return torch.bincount(_bin(by_word[words].flatten()), minlength=BINS)
+        return _histogram_on_device(by_word, words)
+    return torch.bincount(_bin_index(by_word[words].flatten()), minlength=BINS)
 
 
 @region
-def _histogram_unread(by_word: Tensor, words: Tensor) -> Tensor:
-    index = _bin(by_word).float().masked_fill(~words[..., None, None], -1)
+def _histogram_on_device(by_word: Tensor, words: Tensor) -> Tensor:
+    # `histc` ignores entries outside of its range, such as -1.
+    index = _bin_index(by_word).float().masked_fill(~words[..., None, None], -1)
     return index.histc(BINS, -0.5, BINS - 0.5).long()
 
 
-def _bin(entries: Tensor) -> Tensor:
-    return ((entries + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
+def _bin_index(similarity: Tensor) -> Tensor:
+    return ((similarity + 1) * (BINS / 2)).long().clamp(0, BINS - 1)
 
 
 @torch.no_grad()
@@ -288,17 +291,17 @@ def move_threshold(
     quantile: float,
     momentum: float,
 ) -> None:
-    """Move a 0-d threshold, in place, towards the quantile of a batch (`similarity_quantile`).
+    """Update a 0-d threshold, in place, to the running mean of batches' quantiles.
 
-    A threshold of 0 becomes the quantile, later ones are running means; a batch without words
-    changes nothing. Every rank must call it. Shapes are as in `similarity_quantile`.
+    An initial 0 is replaced by the first quantile; a batch without words changes nothing. Every
+    rank must call it. Arguments are as of `similarity_quantile`.
     """
     batch_quantile = similarity_quantile(similarity, word_mask, valid, quantile)
-    threshold.copy_(_moved(threshold, batch_quantile, momentum))
+    threshold.copy_(_running_mean(threshold, batch_quantile, momentum))
 
 
 @region
-def _moved(threshold: Tensor, batch_quantile: Tensor, momentum: float) -> Tensor:
-    moved = torch.lerp(batch_quantile, threshold, momentum)
-    updated = torch.where(threshold > 0, moved, batch_quantile)
+def _running_mean(threshold: Tensor, batch_quantile: Tensor, momentum: float) -> Tensor:
+    mean = torch.lerp(batch_quantile, threshold, momentum)
+    updated = torch.where(threshold > 0, mean, batch_quantile)
     return torch.where(torch.isfinite(updated), updated, threshold)

@@ -1,4 +1,4 @@
-"""The pretraining task: encoders, objectives, and the total loss of a step."""
+"""The pretraining task: encoders, teacher, objectives, and the total loss of a step."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from vlp.models.lora import add_lora
 from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.positions.anchor_field import AnchorPaths
-from vlp.tasks.pretraining.grad_cache import chunks, in_chunks, joined, recomputed, select
+from vlp.tasks.pretraining.grad_cache import (
+    chunk_slices,
+    concatenate,
+    run_checkpoint,
+    run_in_chunks,
+    select_rows,
+)
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
 from vlp.tasks.pretraining.objectives import OBJECTIVES, Objective, Step, Term
-from vlp.tasks.pretraining.statistics import move_threshold, watch
-from vlp.tasks.task import AUTOCAST, PlainTask, Precision, StepOutput
-from vlp.tasks.teacher import MomentumTeacher, strip_prefix
+from vlp.tasks.pretraining.statistics import move_threshold, step_statistics
+from vlp.tasks.task import AUTOCAST, Precision, StepOutput, Task, strip_prefix
+from vlp.tasks.teacher import MomentumTeacher
 
 
-class Pretraining(PlainTask):
+class Pretraining(Task):
     """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
 
-    Losses are scaled so that their mean over ranks is the mean over the global batch.
-
     Args:
-        config: sizes, and public weights to load.
-        objectives: settings.
-        vocabulary: tokenizer of the model folder.
-        precision: "bf16" and "fp16" run the passes under autocast, "float32" does not.
-        log_every: steps between the statistics that cost time.
-        init_from: model folder with weights of model and heads that replace public ones.
-        model: of this configuration, in place of a new one.
-        grad_cache: rows that have activations at a time; None is all.
+        config: sizes of a new model, and its public weights.
+        objectives: settings of the objectives and of the teacher.
+        vocabulary: tokenizer's folder or hub name, for the model folder.
+        log_every: steps between costly statistics.
+        init_from: model folder; its weights of model and heads replace public ones.
+        model: trained in place of a new one; then `config` and public weights are not read.
+        grad_cache: rows of a chunk (`grad_cache.py`); None runs all rows at once.
     """
 
     def __init__(
@@ -80,25 +83,25 @@ class Pretraining(PlainTask):
             student: dict[str, nn.Module] = {"model": self.model}
             for objective in self.objectives.values():
                 student |= objective.modules() if objective.has_teacher_copy else {}
-            products = AUTOCAST.get(precision)
-            self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim, products)
+            dtype = AUTOCAST.get(precision)
+            self.teacher = MomentumTeacher(objectives.teacher, student, config.embed_dim, dtype)
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
-        # Texts are cut to the longest of the rank's share, which changes rounding alone unless an
-        # encoding reads padding. A GPU would have to wait for the length.
+        # Texts are cut to the longest of the rank's share, which only changes rounding unless an
+        # encoding reads padding. On a GPU, reading that length would stall the stream.
         if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             state = self._encode(batch, step)
-            terms, anchors = self._run(state, on_clean_pairs=True)
-            anchors = self._of_matching_pairs(state, anchors)
+            terms, anchors = self._run_objectives(state, on_clean_pairs=True)
+            anchors = self._matching_anchors(state, anchors)
             if state.is_logged:
-                state.statistics |= watch(state, anchors)
+                state.statistics |= step_statistics(state, anchors)
             if anchors is not None:
                 self._move_threshold(state.batch, anchors)
-            del anchors  # large, and of no use to later passes
-            terms |= self._run(state, on_clean_pairs=False)[0]
+            del anchors  # frees memory: the other objectives do not read them
+            terms |= self._run_objectives(state, on_clean_pairs=False)[0]
             return self.step_output(
                 {name: term.loss for name, term in terms.items()},
                 {name: term.weight for name, term in terms.items()},
@@ -109,7 +112,8 @@ class Pretraining(PlainTask):
         """Run the teacher and both encoders on the unmasked batch."""
         teacher_output = None
         encoder = self.model.image_encoder
-        if encoder.frozen and batch.pixels.ndim == 4:  # shared with the teacher: run once
+        # Run a frozen tower once for student and teacher; stored features (B, T, width) skip it.
+        if encoder.frozen and batch.pixels.ndim == 4:
             with record_function("pass/clean"):
                 averaged = encoder.config.average_hflip and not self.training
                 tower = encoder.hflip_averaged_tower if averaged else encoder.tower
@@ -124,44 +128,50 @@ class Pretraining(PlainTask):
                 teacher_output = finish_teacher()  # its keys were gathered meanwhile
         is_logged = step == 0 or (step + 1) % self.log_every == 0
         # A compiled pass needs static shapes, however many words are masked.
-        shares = not self.is_compiled and self.model.cross_encoder.shares_images(image.states)
+        cross_encoder = self.model.cross_encoder
+        shares_images = not self.is_compiled and cross_encoder.shares_images(image.states)
         return Step(
-            step, batch, self.model, image, text, teacher_output, is_logged, shares_images=shares
+            *(step, batch, self.model, image, text, teacher_output, is_logged),
+            shares_images=shares_images,
         )
 
     def _features(self, batch: Batch) -> tuple[ImageFeatures, TextFeatures]:
-        def encode(part: Batch) -> tuple[ImageFeatures, TextFeatures]:
-            text = part.text_ids, part.attention_mask, part.word_mask
-            return self.model.encode_image(part.pixels), self.model.encode_text(*text)
+        def encode(chunk: Batch) -> tuple[ImageFeatures, TextFeatures]:
+            text = chunk.text_ids, chunk.attention_mask, chunk.word_mask
+            return self.model.encode_image(chunk.pixels), self.model.encode_text(*text)
 
         if self.grad_cache is None:
             return encode(batch)
-        parts = [select(batch, rows) for rows in chunks(len(batch.valid), self.grad_cache)]
-        images, texts = zip(*(recomputed(partial(encode, part)) for part in parts), strict=True)
-        return joined(images), joined(texts)
+        slices = chunk_slices(len(batch.valid), self.grad_cache)
+        chunks = [select_rows(batch, rows) for rows in slices]
+        features = (run_checkpoint(partial(encode, chunk)) for chunk in chunks)
+        images, texts = zip(*features, strict=True)
+        return concatenate(images), concatenate(texts)
 
-    def _run(self, step: Step, on_clean_pairs: bool) -> tuple[dict[str, Term], AnchorPaths | None]:
-        """Run one half of the objectives; return their terms, and anchors of matching pairs."""
+    def _run_objectives(
+        self, step: Step, on_clean_pairs: bool
+    ) -> tuple[dict[str, Term], AnchorPaths | None]:
+        """Run the objectives on clean pairs, or the others; return their terms and anchors."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
             if objective.on_clean_pairs == on_clean_pairs:
                 with record_function(f"pass/{name}"):
-                    if self.grad_cache is not None and objective.in_chunks:
-                        terms |= in_chunks(objective, step, self.grad_cache)
+                    if self.grad_cache is not None and objective.can_chunk:
+                        terms |= run_in_chunks(objective, step, self.grad_cache)
                     else:
                         terms |= objective(step)
         anchors = next((term.anchors for term in terms.values() if term.anchors), None)
         return {name: term._replace(anchors=None) for name, term in terms.items()}, anchors
 
     @torch.no_grad()
-    def _of_matching_pairs(self, step: Step, anchors: AnchorPaths | None) -> AnchorPaths | None:
-        """Return the anchors of the matching pairs, computed here where no objective did."""
+    def _matching_anchors(self, step: Step, anchors: AnchorPaths | None) -> AnchorPaths | None:
+        """Return the anchors of the matching pairs, computed here if no objective gave them."""
         if "anchor" not in self.config.cross.position:
             return None
         return self.model.anchors(step.image, step.text) if anchors is None else anchors
 
     def _move_threshold(self, batch: Batch, anchors: AnchorPaths) -> None:
-        """Move the running threshold after the similarities of the matching pairs."""
+        """Move a running threshold towards the quantile of the matching pairs, in training."""
         options = self.model.anchor_options
         if options.threshold is None and self.training:
             with record_function("pass/anchor_threshold"):
@@ -176,18 +186,18 @@ class Pretraining(PlainTask):
 
     @property
     def static_shapes(self) -> bool:
-        """Return True but for texts in groups, which are as long as the longest of each."""
+        """Return False with text length groups, as each is cut to its longest text."""
         return self.config.text.length_groups == 1
 
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None
     ) -> None:
-        """Move the teacher and push its keys into the queue, unless `applied` (0-d) is False."""
+        """Update the teacher and its queue of keys, unless `applied` (0-d) is False."""
         if self.teacher is not None:
             self.teacher.after_step(parameters(), dict(self.named_buffers()), applied)
 
     def teachers(self) -> list[nn.Module]:
-        """Return the momentum teacher's copy, if there is one."""
+        """Return the momentum teacher's module, if there is a teacher."""
         return [] if self.teacher is None else [self.teacher.average.module]
 
     def after_skip(self) -> None:
@@ -200,23 +210,25 @@ class Pretraining(PlainTask):
         return {} if self.teacher is None else self.teacher.state_dict()
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state of `extra_state`."""
+        """Restore the result of `extra_state`."""
         if self.teacher is not None:
             self.teacher.load_state_dict(state)
 
     def _saved_heads(self) -> dict[str, nn.Module]:
         """Return the objectives' modules that go into the model folder, by name."""
-        saved = [objective for objective in self.objectives.values() if objective.saves_modules]
-        return {name: module for part in saved for name, module in part.modules().items()}
+        heads: dict[str, nn.Module] = {}
+        for objective in self.objectives.values():
+            heads |= objective.modules() if objective.saves_modules else {}
+        return heads
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""
-        heads = tuple(f"{name}." for name in self._saved_heads())
+        prefixes = tuple(f"{name}." for name in self._saved_heads())
         save_pretrained(
             folder,
             self.config,
             strip_prefix(state, "model."),
             TextProcessor.load(self.vocabulary, self.config.text.max_tokens),
             Preprocessing(self.config.image.image_size, *self.config.image.statistics),
-            {name: value for name, value in state.items() if name.startswith(heads)},
+            {name: value for name, value in state.items() if name.startswith(prefixes)},
         )

@@ -1,6 +1,6 @@
-"""Retrieval: pretraining's contrastive and matching terms on the pairs of one benchmark.
+"""Retrieval: pretraining's contrastive and ITM objectives on the pairs of one benchmark.
 
-All captions of an image are right answers for it, in the batch and in the queue.
+All captions of an image are its positives, in the batch and in the queue.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from vlp.objectives.loss import require_whole_groups
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import TaskConfig, has_task
 from vlp.tasks.pretraining import Pretraining
-from vlp.tasks.task import Precision
+from vlp.tasks.task import Precision, strip_prefix
 
 
 class PairsDataConfig(DataConfig):
-    """Pairs to train on, and shard folders to choose the best model by."""
+    """Pairs to train on, and shard folders to validate on."""
 
     vocabulary: Literal[""] = Field(
         "",
-        description="that of the model which the run starts from",
+        description="stays empty: the tokenizer is that of `init_from`",
         json_schema_extra={"resume": "path"},
     )
     captions: Literal["one", "all"] = Field(
         "all",
-        description="one caption of a sample, drawn at each visit, or all, each a pair of its own",
+        description="one: a caption of each sample, drawn at each visit; all: a pair per caption",
     )
     validation: tuple[str, ...] = Field(
-        (), description="none: no model is chosen", json_schema_extra={"resume": "tolerated"}
+        (), description="shard folders to validate on", json_schema_extra={"resume": "tolerated"}
     )
     validation_limit: int | None = Field(
         None,
         ge=1,
-        description="number of first samples of `validation`; of grounding, of expressions",
+        description="number of first samples of `validation` (in grounding, of expressions)",
         json_schema_extra={"resume": "tolerated"},
     )
 
 
 class PairsConfig(TaskConfig):
-    """Contrastive term, matching, teacher and queue, as in pretraining; nothing is masked."""
+    """Objectives, teacher and queue as in pretraining, without masking."""
 
     data: PairsDataConfig = Field(description="pairs to train on, and shards to validate on")
     objectives: ObjectivesConfig = Field(
@@ -59,19 +59,19 @@ class PairsConfig(TaskConfig):
     @model_validator(mode="after")
     def _nothing_masked(self) -> PairsConfig:
         if self.objectives.mlm or self.objectives.mim:
-            raise ValueError(f"{self.kind} masks nothing: objectives.mlm and .mim stay null")
+            raise ValueError(f"{self.kind} masks nothing: leave objectives.mlm and .mim null")
         return self
 
 
 class RetrievalConfig(PairsConfig):
-    """Captions: each is a pair, and recall chooses the best model."""
+    """Settings of training, and of re-ranking in validation."""
 
     kind: Literal["retrieval"] = Field("retrieval", description="selects this class")
     rerank: int = Field(16, ge=0, description="candidates re-ranked on the validation data")
 
 
 class PairsTask(Pretraining):
-    """Pretraining's task on a model that is there already."""
+    """Base of tasks that go on with pretraining's objectives on a loaded model."""
 
     metric: ClassVar[str]
 
@@ -84,45 +84,39 @@ class PairsTask(Pretraining):
 
     @property
     def kind(self) -> str:
-        """Return its kind in the registry."""
+        """Return the kind of task in the registry."""
         return self.settings.kind
 
     @property
     def loaded(self) -> Loaded:
-        """Return the model as it is now, with its tokenizer and preparation of images."""
+        """Return the model in training with its tokenizer and preprocessing, for evaluation."""
         return self.parts._replace(model=self.model)
 
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""
-        prefix = "model."
-        model = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-        # A task's head is of no use without its `task.json`; pretraining's heads start others.
+        # Keep pretraining's heads for later fine-tuning; a task's head needs its `task.json`.
         start = self.parts.folder
         heads = {} if start is None or has_task(start) else self.parts.heads
+        model = strip_prefix(state, "model.")
         save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess, heads)
 
 
 class Retrieval(PairsTask):
-    """Retrieval; the mean of all recalls chooses the best model."""
+    """Image-text retrieval; the mean of all recalls chooses the best model."""
 
     metric: ClassVar[str] = "mean"
     settings: RetrievalConfig
 
 
-def pairs(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
-    """Return the training data of a model, nothing of it masked."""
+def pair_data(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
+    """Return the training batches of a model, without masking."""
     require_whole_groups(
         config.objectives, batch, distributed.world_size(), prefix="task.objectives"
     )
     image, text = parts.model.config.image, parts.model.config.text
     statistics = parts.preprocess.mean, parts.preprocess.std
-    inputs = Inputs(
-        image.image_size,
-        image.grid,
-        text.max_tokens,
-        text.vocab_size,
-        statistics=statistics,
-    )
+    sizes = image.image_size, image.grid, text.max_tokens, text.vocab_size
+    inputs = Inputs(*sizes, statistics=statistics)
     data = PretrainData(config.data, inputs, batch, seed, parts.text)
     require_frozen_tower(data.features, parts.model)
     return data
@@ -132,7 +126,7 @@ def build(
     config: RetrievalConfig, parts: Loaded, batch: int, seed: int, precision: Precision
 ) -> tuple[Retrieval, PretrainData]:
     """Build the task and its training data."""
-    return Retrieval(config, parts, precision), pairs(config, parts, batch, seed)
+    return Retrieval(config, parts, precision), pair_data(config, parts, batch, seed)
 
 
 register_task(

@@ -1,10 +1,10 @@
-"""Questions about images, each with the answers that several people gave."""
+"""Questions about images, with the answers of several people to each."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, NamedTuple
@@ -31,7 +31,7 @@ from vlp.scenes.annotation import SOURCE
 
 
 def answers_of(question: Question) -> dict[str, int]:
-    """Count the people who gave each answer; blank answers do not count."""
+    """Count the people who gave each answer; blank answers are left out."""
     counts: Counter[str] = Counter()
     for answer in question.answers:
         if answer.answer.strip() and answer.count > 0:
@@ -40,76 +40,74 @@ def answers_of(question: Question) -> dict[str, int]:
 
 
 def frequent_answers(folders: Sequence[str | Path], limit: int) -> tuple[str, ...]:
-    """Return the most frequent answers of shards, the most frequent first."""
+    """Return the `limit` most frequent answers of shards, in descending order."""
     counts: Counter[str] = Counter()
     for folder in folders:
         for annotation in ShardIndex.open(folder).annotations():
-            if isinstance(annotation, Annotation):  # a bad one is counted when it is trained on
+            if isinstance(annotation, Annotation):  # else a bad sample, which training counts
                 for question in annotation.questions or ():
                     counts.update(answers_of(question))
     if not counts:
         raise ConfigError(
             f"{', '.join(map(str, folders))}: no question in these shards is answered"
         )
-    by_count = sorted(counts, key=lambda answer: (-counts[answer], answer))
-    return tuple(by_count[:limit])
+    return tuple(sorted(counts, key=lambda answer: (-counts[answer], answer))[:limit])
 
 
 def read_answers(file: str | Path) -> tuple[str, ...]:
-    """Read a file of answers, a JSON list or one a line, without blank and repeated ones."""
-    # The published list of 3,129 for VQA v2 begins with a blank answer.
+    """Read a JSON list of answers, or a text file of one per line, without duplicates."""
     path = Path(file)
     try:
         content = parse_json(path.read_bytes()) if path.suffix == ".json" else lines_of(path)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: this list of answers cannot be read ({error})") from error
     if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
-        raise ConfigError(f"{path}: a list of answers is a JSON list of texts, or a text a line")
-    answers = _distinct(content)
+        raise ConfigError(f"{path}: write answers as a JSON list of strings, or one per line")
+    # The published list of 3,129 answers of VQA v2 begins with a blank answer.
+    answers = tuple(dict.fromkeys(answer.strip() for answer in content if answer.strip()))
     if not answers:
         raise ConfigError(f"{path}: this list of answers is empty")
     return answers
-
-
-def _distinct(answers: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(answer.strip() for answer in answers if answer.strip()))
 
 
 class VqaDataConfig(DownstreamDataConfig):
     """Shards with `questions`, and the answers to choose from."""
 
     max_answer: int = Field(
-        12, ge=3, description="tokens of a padded answer, [CLS] and [SEP] in; longer ones are cut"
+        12, ge=3, description="largest number of tokens of an answer, [CLS] and [SEP] included"
     )
     answers: str | None = Field(
         None,
-        description="file of the answers to choose from, a JSON list or a text a line; null: the "
-        "most frequent ones of `train`",
+        description="file of the answers to choose from, a JSON list or one answer per line; null: "
+        "the most frequent answers of `train`",
     )
-    most_answers: int = Field(3129, ge=1, description="of those that are taken from `train`")
+    most_answers: int = Field(3129, ge=1, description="number of answers from `train` at most")
     folder_weights: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="weight in the loss of the questions of a folder of `train`; of others 1"
+        {}, description="loss weight of the questions of a folder of `train`, by default 1"
     )
 
 
 class VqaExample(NamedTuple):
     """One question about an image."""
 
-    # (3, size, size)
+    # (3, size, size) float32
     pixels: Tensor
     # Of one row.
     tokens: TextTokens
     question: Question
     # Number of people by answer; empty in a test set.
     answers: Mapping[str, int]
-    # `question_types`
+    # See `question_types`.
     types: Mapping[str, str]
-    # In the loss.
+    # Weight of the question in the loss.
     weight: float = 1.0
 
 
 class VqaBatch(NamedTuple):
-    """B questions and T answers of at most L tokens; one question, not valid, if all are bad."""
+    """B questions with T answers of at most L tokens in all.
+
+    If all samples are bad, the batch has one blank question that is not valid.
+    """
 
     # (B, 3, size, size) float32
     pixels: Tensor
@@ -121,12 +119,12 @@ class VqaBatch(NamedTuple):
     answer_ids: Tensor
     # (T,) int64, the question of each answer
     owners: Tensor
-    # (T,) float32 of the question's people; they sum to its weight, 1 by default.
+    # (T,) float32, the answer's share of a question's people times the question's weight
     shares: Tensor
     # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
-    # (R,), `predicted_positions` of the answers
+    # (R,) int64, `predicted_positions` of `answer_ids`
     places: Tensor | None = None
 
     def to(self, device: torch.device | str) -> VqaBatch:
@@ -135,7 +133,7 @@ class VqaBatch(NamedTuple):
 
 
 class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
-    """Questions of shard folders."""
+    """Questions of shard folders; `weights` are loss weights of questions by folder."""
 
     def __init__(
         self,
@@ -150,17 +148,17 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
-        """Make the question of an item; `rng_for` augments, in training."""
+        """Make the example of item `number`; `rng_for` draws the augmentation of training."""
         annotation = item.raw.annotation
         question = (annotation.questions or [])[item.part]
         if not question.question.strip():
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
         image = decode_images(item.raw, 1)
         answers = answers_of(question)
-        # A flipped image would make "left" false in an answer, too.
-        words = " ".join([question.question, *answers])
+        # Answers as well may say "left", which a flip would make false.
+        text = " ".join([question.question, *answers])
         return VqaExample(
-            self.prepare(image, words, number, rng_for)[0],
+            self.prepare(image, text, number, rng_for)[0],
             self.text([question.question]),
             question,
             answers,
@@ -174,10 +172,10 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         return self.weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
 
     def require_truth(self, example: VqaExample, item: Item) -> None:
-        """Check that the question has answers."""
+        """Require an answer."""
         if not example.answers:
             question = example.question.id
-            raise BadSample("no answers", f"{item.where}: nobody answered {question}")
+            raise BadSample("no answers", f"{item.where}: question {question} has no answer")
 
     def blank(self) -> VqaExample:
         """Make a grey image with an empty question and answer."""
@@ -188,25 +186,21 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
     def batch(
         self, examples: list[VqaExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> VqaBatch:
-        """Stack questions with all their answers."""
-        rows = [
+        """Stack questions with all their answers; `valid` is (B,) bool."""
+        answers = [
             (answer, row, example.weight * count / sum(example.answers.values()))
             for row, example in enumerate(examples)
             for answer, count in example.answers.items()
         ]
-        answers = self.answer_text([answer for answer, _, _ in rows])
-        longest = int(answers.attention_mask.sum(1).max()) if rows else 0
-        answer_ids = answers.text_ids[:, :longest]
-        columns = zip(*(example.tokens for example in examples))
-        ids, attention, words = (torch.cat(column) for column in columns)
+        tokens = self.answer_text([answer for answer, _, _ in answers])
+        longest = int(tokens.attention_mask.sum(1).max()) if answers else 0
+        answer_ids = tokens.text_ids[:, :longest]
         return VqaBatch(
             torch.stack([example.pixels for example in examples]),
-            ids,
-            attention,
-            words,
+            *(torch.cat(rows) for rows in zip(*(example.tokens for example in examples))),
             answer_ids=answer_ids,
-            owners=torch.tensor([row for _, row, _ in rows], dtype=torch.int64),
-            shares=torch.tensor([share for _, _, share in rows]),
+            owners=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
+            shares=torch.tensor([share for _, _, share in answers]),
             valid=valid,
             places=predicted_positions(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
@@ -219,11 +213,11 @@ def questions_in(annotation: Annotation) -> int:
 
 
 def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
-    """Return a question's `answer_type` and `question_type`, where known."""
+    """Return `answer` and `question`, each if the question has that type (VQA v2's fields)."""
     extra = question.model_extra or {}
     values = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
     types = {part: kind for part, kind in values.items() if isinstance(kind, str) and kind}
-    # Questions of generated scenes have their type in the id alone.
+    # Questions of generated scenes end their id with the type.
     if annotation.source == SOURCE and "question" not in types and "-" in question.id:
         types["question"] = question.id.rpartition("-")[2]
     return types

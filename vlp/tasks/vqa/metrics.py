@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 from typing import Literal
 
-# Two evaluators differ on one question in seven of VQA v2: `official` is the current one of the
-# data set's authors, `albef_copy` the older one that ALBEF and its successors report. Their
-# treatment of answers is part of the metric, oddities included.
+# Evaluators: `official` is the current one of the data set's authors, `albef_copy` an older one
+# that ALBEF and its successors report. They differ on one question in seven of VQA v2. Their
+# normalisation of answers, oddities included, is part of the metric and is copied here.
 Version = Literal["official", "albef_copy"]
 
-# Number of agreeing people that makes an answer right.
+# Number of other people with the same answer that gives the full score.
 ENOUGH = 3
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -20,8 +20,8 @@ _ARTICLES = ("a", "an", "the")
 _PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
 _COMMA_IN_NUMBER = re.compile(r"\d,\d")
 _PERIOD = re.compile(r"\.(?!\d)")
-# The evaluators hand a flag of value 32 to the argument that limits substitutions.
-_PERIODS = 32
+# A slip of the evaluators: they pass a regex flag of value 32 as the number of substitutions.
+_MAX_PERIODS = 32
 
 _CONTRACTED = {
     "n't": "ai are ca could did does do had has have is might must need ought sha should was were "
@@ -43,18 +43,18 @@ def _missing_apostrophe(form: str) -> list[str]:
     return [form[:position] + form[position + 1 :] for position in positions]
 
 
-# A form without one of its apostrophes gets it; the backward entry is the evaluators'.
-_APOSTROPHES = {lacking: form for form in _FORMS for lacking in _missing_apostrophe(form)}
+# Contraction without one of its apostrophes -> contraction. The last entry is the evaluators' slip.
+_APOSTROPHES = {variant: form for form in _FORMS for variant in _missing_apostrophe(form)}
 _APOSTROPHES["somebody'd"] = "somebodyd"
 
 
 def normalise_answer(answer: str) -> str:
     """Normalise an answer as the evaluators do.
 
-    In lower case, without articles, number words up to ten as digits, missing apostrophes of
-    contractions put back, and punctuation dropped: a mark becomes a blank, or nothing where a blank
-    is next to it or the answer has a comma between digits. Colons, apostrophes and periods before a
-    digit stay.
+    Lower the case, drop articles, write number words up to ten as digits, and restore the missing
+    apostrophe of a contraction. Replace a punctuation mark by a blank, or by nothing if a blank is
+    next to one such mark or the answer has a comma between digits. Colons, apostrophes and periods
+    before a digit stay.
     """
     words = (_DIGITS.get(word, word) for word in _without_punctuation(answer).lower().split())
     return " ".join(_APOSTROPHES.get(word, word) for word in words if word not in _ARTICLES)
@@ -63,21 +63,22 @@ def normalise_answer(answer: str) -> str:
 def vqa_accuracy(
     prediction: str, answers: Iterable[tuple[str, int]], version: Version = "official"
 ) -> float:
-    """Return the score, between 0 and 1, of a predicted answer.
+    """Return the score of a predicted answer, from 0 to 1.
 
-    Each person's answer is left out once; the prediction gets the part of three that agree among
-    the others, at most 1, and the mean over persons counts. VQA v2 has ten.
+    For each person (VQA v2 has ten), a third of the number of other people with the predicted
+    answer, at most 1; the score is the mean over persons.
 
     Args:
-        version: `official` normalises prediction and answers unless all people gave the same, and
-            ignores case; `albef_copy` always normalises the prediction, and drops only punctuation
-            of the answers, where they differ.
+        answers: each answer with the number of people who gave it.
+        version: `official` ignores case and normalises prediction and answers, unless all people
+            gave the same answer; `albef_copy` always normalises the prediction, and only drops the
+            punctuation of answers, unless all people gave the same answer.
     """
-    counts = [(_trimmed(answer), count) for answer, count in answers if count > 0]
+    counts = [(_strip(answer), count) for answer, count in answers if count > 0]
     people = sum(count for _, count in counts)
     if not people:
-        raise ValueError("nobody answered the question, so no answer is right")
-    predicted = _trimmed(prediction)
+        raise ValueError("the question has no answer to compare with")
+    predicted = _strip(prediction)
     differ = len({answer for answer, _ in counts}) > 1
     if version == "official":
         if differ:
@@ -90,25 +91,26 @@ def vqa_accuracy(
         if differ:
             counts = [(_without_punctuation(answer), count) for answer, count in counts]
     else:
-        raise ValueError(f"unknown version {version!r}; one of official, albef_copy")
+        raise ValueError(f"unknown version {version!r}; choose official or albef_copy")
     agree = sum(count for answer, count in counts if answer == predicted)
-    # With fewer than four people, all others have to agree, and with one, that person.
     if people == 1:
         return float(agree)
+    # With two or three people, all other people have to agree.
     enough = min(ENOUGH, people - 1)
+    # An agreeing person has one other agreeing person fewer.
     agreeing_score = min(1.0, max(agree - 1, 0) / enough)
     other_score = min(1.0, agree / enough)
     return (agree * agreeing_score + (people - agree) * other_score) / people
 
 
-def _trimmed(answer: str) -> str:
+def _strip(answer: str) -> str:
     return answer.replace("\n", " ").replace("\t", " ").strip()
 
 
 def _without_punctuation(answer: str) -> str:
-    squeeze = _COMMA_IN_NUMBER.search(answer) is not None
+    has_number_comma = _COMMA_IN_NUMBER.search(answer) is not None
     text = answer
     for mark in _PUNCTUATION:
-        beside_blank = f"{mark} " in answer or f" {mark}" in answer
-        text = text.replace(mark, "" if squeeze or beside_blank else " ")
-    return _PERIOD.sub("", text, count=_PERIODS)
+        is_beside_blank = f"{mark} " in answer or f" {mark}" in answer
+        text = text.replace(mark, "" if has_number_comma or is_beside_blank else " ")
+    return _PERIOD.sub("", text, count=_MAX_PERIODS)

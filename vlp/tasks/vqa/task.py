@@ -1,4 +1,4 @@
-"""Question answering: a decoder writes the answer, or ranks a list (ALBEF, section 4).
+"""Question answering: a decoder generates the answer or ranks given answers (ALBEF, section 4).
 
 The decoder attends to the cross-modal encoder's text stream (ACE-RPE, section 4.2).
 """
@@ -55,20 +55,20 @@ class VqaConfig(DistilledConfig):
     kind: Literal["vqa"] = Field("vqa", description="selects this class")
     data: VqaDataConfig = Field(description="shards of questions, and the answers to choose from")
     decoder: AnswerDecoderConfig = Field(
-        AnswerDecoderConfig(), description="sizes and start of the text decoder"
+        AnswerDecoderConfig(), description="sizes and initial weights of the text decoder"
     )
-    predict: Predict = Field("rank", description="choose from the list, or write freely")
+    predict: Predict = Field(
+        "rank", description="rank: choose from the answers; generate: write freely"
+    )
     candidates: int | None = Field(
-        CANDIDATES,
-        ge=1,
-        description="answers whose full likelihood decides in `rank`; null: all that can win",
+        CANDIDATES, ge=1, description="answers that `rank` scores in full; null: all that can win"
     )
-    beams: int = Field(3, ge=1, description="of `generate`")
+    beams: int = Field(3, ge=1, description="number of beams of `generate`")
     accuracy: Version = Field("official", description="the evaluator; see vlp.tasks.vqa.metrics")
 
 
 class Vqa(Distilled, WritingTask):
-    """Likelihood of each answer, weighted by the share of people who gave it."""
+    """Negative log-likelihood of answers, weighted by the share of people who gave them."""
 
     metric: ClassVar[str] = "accuracy"
     untrained = SCORES
@@ -82,10 +82,9 @@ class Vqa(Distilled, WritingTask):
         precision: Precision = "float32",
     ) -> None:
         super().__init__(config, parts, precision)
-        most = config.data.max_answer
-        self.add_decoder(config.decoder, parts, most)
-        self.answer_text = TextProcessor(self.text.tokenizer, most)
-        # Answers of equal tokens are one answer, the first in the list.
+        self.add_decoder(config.decoder, parts, config.data.max_answer)
+        self.answer_text = TextProcessor(self.text.tokenizer, config.data.max_answer)
+        # Answers of equal tokens count as one answer, the first in the list.
         by_ids: dict[tuple[int, ...], str] = {}
         for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
             by_ids.setdefault(tuple(ids), answer)
@@ -97,40 +96,40 @@ class Vqa(Distilled, WritingTask):
 
     @classmethod
     def restore(cls, config: VqaConfig, parts: Loaded, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with a fresh decoder."""
+        """Create the task of a model folder; the caller loads the decoder's weights."""
         return cls(config, parts, metadata["answers"])
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> VqaDataset:
-        """Return the questions of shard folders."""
+        """Return the dataset of shard folders' first `limit` questions."""
         items = Items(folders, questions_in, limit)
         data = self.config.data
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode B questions with their images as the decoder's memory."""
+        """Encode questions with their images as the decoder's memory, a row per question."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
-        # One image may stand for all questions, and one question for all images.
+        # A single image or question is paired with all of the other side.
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
         return self.decoder.remember(features.text, features.attention_mask)
 
     def token_logits(self, batch: VqaBatch) -> Tensor:
-        """Compute (R, vocabulary) logits of the R word pieces of all answers and of their ends."""
+        """Compute (R, vocabulary) logits of all answers' R word pieces, end tokens included."""
         memory = self.remember(batch).select(batch.owners)
         words = self.model.text_encoder.embedding
         pad_id, places = self.text.pad_id, batch.places
         return answer_logits(self.decoder, memory, batch.answer_ids, words, pad_id, places)
 
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
-        """Compute the negative log-likelihood of the answers in nats and the token accuracy."""
+        """Compute the loss in nats per question, and the token accuracy."""
         device = batch.pixels.device
         with self.autocast(device):
             memory = self.remember(batch).select(batch.owners)
             words = self.model.text_encoder.embedding
             target = self.soft_target(step, device, lambda task: task.token_logits(batch))
             soft, alpha = target or (None, 0.0)
-            # With a teacher the likelihood is minus the cross-entropy to the mixed target.
+            # With a teacher the log-probability is minus the cross-entropy to the mixed target.
             output = answer_likelihood(
                 self.decoder,
                 memory,
@@ -143,33 +142,33 @@ class Vqa(Distilled, WritingTask):
             )
         mask = batch.valid[batch.owners]
         nats = -(output.log_probability * batch.shares).where(mask, 0)
-        hits, tokens = (part.where(mask, 0).sum() for part in (output.correct, output.tokens))
+        correct, tokens = (count.where(mask, 0).sum() for count in (output.correct, output.tokens))
         return self.step_output(
             {"answers": Loss(nats.sum(), batch.valid.sum())},
-            statistics={"token_accuracy": hits / tokens.clamp(min=1)},
+            statistics={"token_accuracy": correct / tokens.clamp(min=1)},
         )
 
     @torch.no_grad()
     def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
-        """Answer each question; None is as configured."""
+        """Answer each question; `how` replaces the configuration's `predict`."""
         return self.answer(self.remember(batch), how)
 
     @torch.no_grad()
     def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
-        """Answer questions that are encoded with their images; None is as configured."""
+        """Answer each row of `remember`; `how` replaces the configuration's `predict`."""
         config = self.config
         if (how or config.predict) == "rank":
-            return [self.answers[number] for number in self.ranking()(memory).best.tolist()]
+            return [self.answers[index] for index in self.ranking()(memory).best.tolist()]
         return [self._as_listed(text) for text in self.write_texts(memory, config.beams)]
 
     def ranking(self) -> AnswerRanking:
-        """Return a ranking of the listed answers, on the device of the model."""
+        """Return a ranking of `answers`, on the model's device."""
         words = self.model.text_encoder.embedding
         ids = torch.tensor(list(self._by_ids), device=words.word.weight.device)
         return AnswerRanking(self.decoder, ids, words, self.text.pad_id, self.config.candidates)
 
     def _as_listed(self, text: str) -> str:
-        """Spell an answer as the list does, where it is listed ("10:30", not "10 : 30")."""
+        """Return the spelling in the list ("10:30", not "10 : 30"), else the text itself."""
         ids = self.answer_text([text]).text_ids[0].tolist()
         return self._by_ids.get(tuple(ids), text)
 
@@ -191,20 +190,13 @@ def build(
     if duplicates and distributed.rank() == 0:
         example = next(answer for answer in answers if answer not in task.answers)
         logger.warning(
-            "%d of %d answers have the word pieces of an earlier one (spelled alike, cut at "
-            "task.data.max_answer %d, or unknown words) and are answered by it; %r for one",
+            "%d of %d answers have the word pieces of an earlier answer (spelled alike, cut at "
+            "task.data.max_answer %d, or unknown words), which replaces them; for example %r",
             *(duplicates, len(answers), data.max_answer, example),
         )
     task.start_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
 
 
-register_task(
-    DownstreamTask(
-        "vqa",
-        VqaConfig,
-        build,
-        Vqa.restore,
-        TaskCard("visual question answering", "visual-question-answering"),
-    )
-)
+_CARD = TaskCard("visual question answering", "visual-question-answering")
+register_task(DownstreamTask("vqa", VqaConfig, build, Vqa.restore, _CARD))

@@ -1,12 +1,13 @@
-"""Screens with captioned widgets as batches of tensors: Rico or generated, with their words."""
+"""Screens with captioned widgets, Rico's or generated, as batches."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
@@ -26,8 +27,13 @@ from vlp.tasks.widgets.screens import Nodes, Screen, generate_screen, read_scree
 
 Part = Literal["train", "test"]
 
-# Generated screens in memory, about 10 KB each.
+# Cached generated screens, about 10 KB each.
 _CACHE_SIZE = 20_000
+
+NodesField = Annotated[
+    Nodes,
+    Field(description="nodes of the view hierarchy to read; nodes with captions are always read"),
+]
 
 
 class GeneratedScreensConfig(Config):
@@ -37,51 +43,45 @@ class GeneratedScreensConfig(Config):
     train: int = Field(2000, ge=1, description="number of screens to train on")
     test: int = Field(300, ge=1, description="number of screens to evaluate on")
     seed: int = Field(0, ge=0, description="of the corpus; all runs of a comparison share it")
-    nodes: Nodes = Field(
-        "all",
-        description="nodes of the view hierarchy that are read; those with captions are always "
-        "read",
-    )
+    nodes: NodesField = "all"
 
 
 class RicoScreensConfig(Config):
-    """RICO's view hierarchies and the captions of Li et al. 2020 (google-research-datasets)."""
+    """Rico's view hierarchies and the captions of Li et al. 2020 (google-research-datasets)."""
 
     kind: Literal["rico"] = Field("rico", description="selects this class")
     hierarchies: str = Field(description="folder or tar file of SCREEN.json")
     captions: str = Field(
-        description="widget_captions.csv: screenId, nodeId, captions with | between"
+        description="widget_captions.csv: screenId, nodeId, and captions separated by |"
     )
-    train: str = Field(description="file of screen ids, one a line, such as split/train.txt")
-    test: str = Field(description="the same for the screens that are evaluated on")
-    nodes: Nodes = Field(
-        "all",
-        description="nodes of the view hierarchy that are read; those with captions are always "
-        "read",
+    train: str = Field(
+        description="file of the screen ids to train on, one per line, such as split/train.txt"
     )
+    test: str = Field(description="file of the screen ids to evaluate on")
+    nodes: NodesField = "all"
 
 
 AnyScreensConfig = GeneratedScreensConfig | RicoScreensConfig
 
 
 class Screens(Protocol):
-    """Numbered screens."""
+    """Screens by number, 0 to len - 1."""
 
     def __len__(self) -> int:
         """Return the number of screens."""
 
     def read(self, number: int) -> Screen:
-        """Read a screen."""
+        """Read a screen; raises BadSample."""
 
 
 def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
-    """Return the screens of one part."""
+    """Open the screens to train on or to evaluate on."""
     if isinstance(config, GeneratedScreensConfig):
-        return _Generated(config, part)
-    return _Rico(config, part)
+        return _GeneratedScreens(config, part)
+    return _RicoScreens(config, part)
 
 
-class _Generated:
+class _GeneratedScreens:
     def __init__(self, config: GeneratedScreensConfig, part: Part) -> None:
         self._config, self._part = config, part
         self._screens: dict[int, Screen] = {}
@@ -90,30 +90,31 @@ class _Generated:
         return self._config.train if self._part == "train" else self._config.test
 
     def read(self, number: int) -> Screen:
-        if number not in self._screens:
-            rng = make_rng(self._config.seed, 0, number, f"{self._part} screen")
-            hierarchy, captions = generate_screen(rng)
-            name = f"{self._part} {number}"
-            screen = read_screen(hierarchy, name, captions, self._config.nodes)
-            if len(self._screens) == _CACHE_SIZE:
-                return screen
+        if number in self._screens:
+            return self._screens[number]
+        rng = make_rng(self._config.seed, 0, number, f"{self._part} screen")
+        hierarchy, captions = generate_screen(rng)
+        screen = read_screen(hierarchy, f"{self._part} {number}", captions, self._config.nodes)
+        if len(self._screens) < _CACHE_SIZE:
             self._screens[number] = screen
-        return self._screens[number]
+        return screen
 
 
-class _Rico:
+class _RicoScreens:
     def __init__(self, config: RicoScreensConfig, part: Part) -> None:
         split = Path(config.train if part == "train" else config.test)
-        captions = _captions(Path(config.captions))
-        ids = [line.strip() for line in _text(split).split("\n") if line.strip()]
+        captions = _read_captions(Path(config.captions))
+        ids = [line.strip() for line in _read_text(split).split("\n") if line.strip()]
         self._names = [name for name in ids if name in captions]
         if not self._names:
-            raise ConfigError(f"{config.captions}: names none of the {len(ids)} screens of {split}")
+            raise ConfigError(
+                f"{config.captions} has captions for none of the {len(ids)} screens of {split}"
+            )
         self._captions = {name: captions[name] for name in self._names}
         self._root, self._nodes = Path(config.hierarchies), config.nodes
         self._contents: Mapping[str, bytes] | None = None
         if self._root.is_file():
-            self._contents = _from_tar(self._root, set(self._names))
+            self._contents = _read_tar(self._root, set(self._names))
         elif not self._root.is_dir():
             raise ConfigError(f"{self._root}: there is neither a folder nor a tar file")
 
@@ -138,10 +139,11 @@ class _Rico:
         return read_screen(hierarchy, where, self._captions[name], self._nodes)
 
 
-def _captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
-    rows = csv.DictReader(io.StringIO(_text(file), newline=""))
+def _read_captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
+    """Read captions by screen and node."""
+    rows = csv.DictReader(io.StringIO(_read_text(file), newline=""))
     if missing := {"screenId", "nodeId", "captions"} - set(rows.fieldnames or ()):
-        raise ConfigError(f"{file}: has no column {', '.join(sorted(missing))}")
+        raise ConfigError(f"{file} has no column {', '.join(sorted(missing))}")
     captions: dict[str, dict[str, Sequence[str]]] = {}
     for row in rows:
         if row["captions"] is None:
@@ -150,30 +152,32 @@ def _captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
     return captions
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from error
 
 
-def _from_tar(file: Path, names: set[str]) -> dict[str, bytes]:
-    def is_listed(name: PurePosixPath) -> bool:
-        return name.suffix == ".json" and name.stem in names
+def _read_tar(file: Path, names: set[str]) -> dict[str, bytes]:
+    """Read the view hierarchies of these screens."""
 
-    return {name.stem: content for name, content in stored_files(file, is_listed)}
+    def is_listed(path: PurePosixPath) -> bool:
+        return path.suffix == ".json" and path.stem in names
+
+    return {path.stem: content for path, content in stored_files(file, is_listed)}
 
 
-# Texts of widgets in memory, most of which come again and again.
+# Texts of widgets with cached ids; most texts recur.
 _TEXT_CACHE_SIZE = 50_000
 
 
 class WidgetText:
-    """Widgets' texts and captions as ids, and ids as captions.
+    """Tokenizer of widgets' texts and captions, and decoder of captions.
 
     Args:
-        max_words: length of a text's row.
-        max_caption: word pieces of a caption; its row has [CLS] and [SEP] as well.
+        max_words: largest number of word pieces of a text.
+        max_caption: largest number of word pieces of a caption, without [CLS] and [SEP].
     """
 
     def __init__(self, tokenizer: Tokenizer, max_words: int, max_caption: int) -> None:
@@ -191,15 +195,14 @@ class WidgetText:
         self.special_ids = self._words.special_ids
 
     def words(self, text: str) -> Tensor:
-        """Return a text's ids (max_words,) int64 without special tokens."""
+        """Return a text's ids (max_words,) int64: word pieces and padding."""
         if text not in self._ids:
             if len(self._ids) == _TEXT_CACHE_SIZE:
                 self._ids.clear()
             tokens = self._words([text])
             ids = tokens.text_ids[tokens.word_mask]
-            row = torch.full((self.max_words,), self.pad_id)
-            row[: len(ids)] = ids
-            self._ids[text] = row
+            self._ids[text] = torch.full((self.max_words,), self.pad_id)
+            self._ids[text][: len(ids)] = ids
         return self._ids[text]
 
     def caption(self, text: str) -> Tensor:
@@ -207,14 +210,13 @@ class WidgetText:
         return self._captions([text]).text_ids[0]
 
     def sentence(self, ids: Sequence[int]) -> str:
-        """Return the caption that ids stand for, up to the first [SEP]."""
-        tokens = list(ids)
-        tokens = tokens[: tokens.index(self.sep_id)] if self.sep_id in tokens else tokens
+        """Decode a caption from ids, up to the first [SEP]."""
+        tokens = list(takewhile(lambda token: token != self.sep_id, ids))
         sentence: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return sentence
 
     def to_json(self) -> str:
-        """Return the tokenizer, for a model folder."""
+        """Return the tokenizer as JSON, for a model folder."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -222,7 +224,7 @@ class WidgetText:
 def widget_text(
     screens: Screens, vocabulary: str | None, size: int, max_words: int, max_caption: int
 ) -> WidgetText:
-    """Return a public vocabulary, or train one of at most `size` tokens on `screens`."""
+    """Load the tokenizer `vocabulary`, or train one of at most `size` tokens on the screens."""
     if vocabulary is not None:
         tokenizer = TextProcessor.load(vocabulary, max_words + 2).tokenizer
     else:
@@ -234,7 +236,7 @@ def _texts(screens: Screens) -> Iterator[str]:
     for number in range(len(screens)):
         try:
             screen = screens.read(number)
-        except BadSample:  # counted when it is trained on
+        except BadSample:  # training counts it
             continue
         for widget in screen.widgets:
             yield widget.text
@@ -244,7 +246,7 @@ def _texts(screens: Screens) -> Iterator[str]:
 
 
 def read_tokenizer(text: str) -> Tokenizer:
-    """Return the tokenizer of `WidgetText.to_json`."""
+    """Read the result of `WidgetText.to_json`."""
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
@@ -252,43 +254,50 @@ def read_tokenizer(text: str) -> Tokenizer:
 
 
 class WidgetDataConfig(MapDatasetConfig):
-    """Screens, and how much of each a model reads. The public code has 10 words everywhere."""
+    """Screens, vocabulary, and maximum lengths; the public code has 10 word pieces everywhere."""
 
     screens: AnyScreensConfig = Field(
-        GeneratedScreensConfig(),
-        discriminator="kind",
-        description="set of screens, selected by its `kind`",
+        GeneratedScreensConfig(), discriminator="kind", description="screens, by their `kind`"
     )
     vocabulary: str | None = Field(
         None,
-        description="folder or hub name of a BERT tokenizer; null trains one on the screens",
+        description="folder or hub name of a BERT tokenizer; null: one is trained on the screens",
         json_schema_extra={"resume": "path"},
     )
-    vocabulary_size: int = Field(10_000, ge=6, description="where one is trained")
-    max_words: int = Field(10, ge=1, description="word pieces of a widget's text, and resource id")
-    max_caption: int = Field(10, ge=1, description="word pieces of a caption")
-    max_widgets: int = Field(250, ge=1, description="of a screen, those with captions first")
-    max_targets: int = Field(8, ge=1, description="widgets captioned per screen and visit")
+    vocabulary_size: int = Field(10_000, ge=6, description="tokens of a trained vocabulary")
+    max_words: int = Field(
+        10, ge=1, description="word pieces of a widget's text, and of its resource id, at most"
+    )
+    max_caption: int = Field(10, ge=1, description="word pieces of a caption at most")
+    max_widgets: int = Field(
+        250, ge=1, description="widgets of a screen at most; widgets with captions come first"
+    )
+    max_targets: int = Field(8, ge=1, description="widgets captioned per screen and visit at most")
 
 
 class WidgetBatch(NamedTuple):
-    """B screens of W widgets, T captions of L tokens; empty rows if all are bad."""
+    """B screens of W widgets, T captions of L tokens.
 
-    # (B, W, 4) float32: x0, y0, x1, y1 in shares of the screen
+    If all samples are bad, the batch has one screen that is not valid, of one widget without words.
+    """
+
+    # (B, W, 4) float32: x0, y0, x1, y1 as shares of the screen
     boxes: Tensor
-    # (B, W) int64
+    # (B, W) int64, index in `KINDS`
     kinds: Tensor
+    # (B, W) int64, 1 = clickable
     clickable: Tensor
-    # (B, W, N) int64, word pieces of the text and of the resource id
+    # (B, W, N) int64, word pieces of the text
     words: Tensor
+    # (B, W, N) int64, word pieces of the resource id
     resources: Tensor
     # (B, W, 3) int64, see `Widget`
     trees: Tensor
-    # (B, W) bool, False is padding
+    # (B, W) bool, False = padding
     real: Tensor
-    # (T, 2) int64, screen and widget of each caption
+    # (T, 2) int64, row and widget of each caption
     targets: Tensor
-    # (T, L) int64, [CLS] ... [SEP] [PAD]
+    # (T, L) int64, [CLS] ... [SEP] and padding
     captions: Tensor
     # (B,) bool
     valid: Tensor
@@ -300,7 +309,7 @@ class WidgetBatch(NamedTuple):
 
 
 class EncodedScreen(NamedTuple):
-    """One screen's rows of a `WidgetBatch`, with targets (T,)."""
+    """One screen of a `WidgetBatch`; `targets` are (T,), the widgets of the captions."""
 
     boxes: Tensor
     kinds: Tensor
@@ -315,19 +324,19 @@ class EncodedScreen(NamedTuple):
 def encode_screen(
     screen: Screen, text: WidgetText, targets: Sequence[tuple[int, str]], max_widgets: int
 ) -> EncodedScreen:
-    """Return a screen's tensors.
+    """Return a screen's tensors; raises BadSample.
 
     Args:
-        targets: number of a widget, and its caption; may be repeated.
-        max_widgets: limit: widgets with a caption stay, then the first in pre-order.
+        targets: numbers of widgets with a caption each; numbers may recur.
+        max_widgets: largest number of widgets: those of `targets`, then the first in pre-order.
     """
-    captioned = dict.fromkeys(number for number, _ in targets)
+    captioned = {number for number, _ in targets}
     if not screen.widgets or len(captioned) > max_widgets:
         raise BadSample("no widgets" if not screen.widgets else "too many widgets", screen.name)
     others = [number for number in range(len(screen.widgets)) if number not in captioned]
-    selected = sorted([*captioned, *others[: max_widgets - len(captioned)]])
-    rows = {number: row for row, number in enumerate(selected)}
-    widgets = [screen.widgets[number] for number in selected]
+    numbers = sorted([*captioned, *others[: max_widgets - len(captioned)]])
+    rows = {number: row for row, number in enumerate(numbers)}
+    widgets = [screen.widgets[number] for number in numbers]
     return EncodedScreen(
         torch.tensor([widget.box for widget in widgets], dtype=torch.float32),
         torch.tensor([widget.kind for widget in widgets]),
@@ -343,16 +352,13 @@ def encode_screen(
 
 
 class WidgetSamples:
-    """Encodes one training screen, with some of its widgets and one caption of each."""
+    """Training samples: screens with a random caption of some random widgets."""
 
     def __init__(self, screens: Screens, text: WidgetText, config: WidgetDataConfig) -> None:
         self.screens, self.text, self.config = screens, text, config
 
-    def __len__(self) -> int:
-        return len(self.screens)
-
     def __call__(self, number: int, rng_for: RngFactory) -> EncodedScreen:
-        """Read and encode screen `number`."""
+        """Read and encode screen `number`; raises BadSample."""
         screen = self.screens.read(number)
         if not screen.captions:
             raise BadSample("no captions", screen.name)
@@ -368,12 +374,11 @@ def widget_data(
 ) -> OrderedData:
     """Return the training batches of screens."""
     samples = WidgetSamples(screens, text, config)
-    return indexed_data(len(samples), samples, Collate(text), config, batch, seed)
+    return indexed_data(len(screens), samples, Collate(text), config, batch, seed)
 
 
-# A class, so that spawned workers can have it.
 class Collate:
-    """Screens of several sizes to one batch."""
+    """Collation of screens to a batch; a class, to be picklable."""
 
     def __init__(self, text: WidgetText) -> None:
         self._pad, self._words, self._caption = text.pad_id, text.max_words, text.max_caption + 2
@@ -381,37 +386,36 @@ class Collate:
     def __call__(
         self, screens: Sequence[EncodedScreen], skipped: tuple[SkippedSample, ...] = ()
     ) -> WidgetBatch:
-        """Pad widgets to the longest screen."""
+        """Pad screens to the largest number of widgets."""
         valid = torch.ones(len(screens), dtype=torch.bool)
         if not screens:
-            screens, valid = [self._nothing()], torch.zeros(1, dtype=torch.bool)
+            screens, valid = [self._blank()], torch.zeros(1, dtype=torch.bool)
 
-        def rows(name: str, padding: int = 0) -> Tensor:
+        def stack_padded(name: str, padding: int = 0) -> Tensor:
             parts = [getattr(screen, name) for screen in screens]
             return pad_sequence(parts, batch_first=True, padding_value=padding)
 
         counts = torch.tensor([len(screen.boxes) for screen in screens])
+        targets = [
+            torch.stack([torch.full_like(screen.targets, row), screen.targets], -1)
+            for row, screen in enumerate(screens)
+        ]
         return WidgetBatch(
-            rows("boxes"),
-            rows("kinds"),
-            rows("clickable"),
-            rows("words", self._pad),
-            rows("resources", self._pad),
-            rows("trees"),
+            stack_padded("boxes"),
+            stack_padded("kinds"),
+            stack_padded("clickable"),
+            stack_padded("words", self._pad),
+            stack_padded("resources", self._pad),
+            stack_padded("trees"),
             torch.arange(int(counts.max())) < counts[:, None],
-            torch.cat(
-                [
-                    torch.stack([torch.full_like(screen.targets, row), screen.targets], -1)
-                    for row, screen in enumerate(screens)
-                ]
-            ),
+            torch.cat(targets),
             torch.cat([screen.captions for screen in screens]),
             valid,
             skipped,
         )
 
-    def _nothing(self) -> EncodedScreen:
-        # A rank with empty rows alone has to run the same model as the others.
+    def _blank(self) -> EncodedScreen:
+        # A rank without a good sample has to run the same model as the others.
         zero = torch.zeros(1, dtype=torch.int64)
         words = torch.full((1, self._words), self._pad)
         caption = torch.full((1, self._caption), self._pad)

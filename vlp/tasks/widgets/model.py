@@ -1,6 +1,6 @@
-"""Widget captioning of Li et al. 2020: a transformer over a screen's widgets and a caption decoder.
+"""Widget captioning (Li et al. 2020): a transformer over a screen's widgets and a caption decoder.
 
-As in Li et al. 2021 (section 4.4), without pixels: content is type, clickability and words.
+As in Li et al. 2021 (section 4.4) widgets have no pixels, but type, clickability and words.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from vlp.tasks.widgets.screens import KINDS
 
 
 class WidgetModelConfig(Config):
-    """Sizes, and the encodings of the boxes; the defaults are the papers' (6 layers, 8 heads)."""
+    """Sizes, by default the papers', and the encodings of boxes."""
 
     width: int = Field(128, ge=1, description="channels of a token")
     heads: int = Field(8, ge=1, description="attention heads, a divisor of the width")
-    layers: int = Field(6, ge=1, description="of the screen encoder")
+    layers: int = Field(6, ge=1, description="layers of the screen encoder")
     decoder_layers: int = Field(6, ge=1, description="layers of the caption decoder")
     intermediate: int = Field(512, ge=1, description="hidden channels of a feed-forward block")
-    dropout: float = Field(0.2, ge=0, lt=1, description="share of activations set to 0 in training")
+    dropout: float = Field(0.2, ge=0, lt=1, description="dropout probability")
     positions: tuple[PositionConfig, ...] = Field(
-        (), description="encodings of the widgets' boxes, none or several"
+        (), description="position encodings of the widgets' boxes"
     )
     combine: Literal["concat", "add"] = Field(
         "concat",
-        description="how a place meets the content: beside it under one dense layer (appendix B of "
-        "Li et al. 2021), or added to it after that layer",
+        description="concat: content and position pass one dense layer (appendix B of Li et al. "
+        "2021); add: the position is added to that layer's output",
     )
     trees: int = Field(
-        0, ge=0, description="rows of tables for depth and place in the tree; 0 leaves them out, "
-        "500 is the public code's"
-    )  # fmt: skip
+        0, ge=0, description="rows of the embeddings of tree indices; the public code has 500"
+    )
 
 
 class _ScreenLayer(nn.Module):
-    """Pre-norm attention among widgets and feed-forward."""
+    """Pre-norm self-attention of widgets and feed-forward."""
 
     def __init__(self, config: WidgetModelConfig, positions: list[PositionEncoding]) -> None:
         super().__init__()
         width, dropout = config.width, config.dropout
-        # The explicit path alone drops probabilities; a screen has a few hundred widgets at most.
+        # Only the explicit path has dropout of probabilities; it is fast enough for some hundred
+        # widgets.
         fused = False if dropout else None
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, config.heads, positions=positions, fused=fused)
@@ -70,10 +70,7 @@ class _ScreenLayer(nn.Module):
 
 
 class ScreenEncoder(nn.Module):
-    """Encoder of a screen's widgets.
-
-    Encodings read the boxes as `context.coordinates`.
-    """
+    """Encoder of a screen's widgets; encodings read the boxes as `context.coordinates`."""
 
     def __init__(self, config: WidgetModelConfig, pad_id: int) -> None:
         super().__init__()
@@ -86,7 +83,7 @@ class ScreenEncoder(nn.Module):
             self.trees = nn.ModuleList()
         for table in (self.kinds, self.clickable, *self.trees):
             nn.init.normal_(table.weight, std=0.1)
-        # Every layer has tables of its own; encodings of tokens act once, in front of the first.
+        # Every layer has its own tables; encodings of tokens act once, before the first layer.
         encodings = [
             [create_encoding(p, width=width, heads=config.heads) for p in config.positions]
             for _ in range(config.layers)
@@ -105,9 +102,8 @@ class ScreenEncoder(nn.Module):
         """Return the states of the widgets, (B, W, width).
 
         Args:
-            words: the captions' embedding, `config.width` wide.
+            words: word embedding, which the captioner shares with its decoder.
         """
-        # The embedding is passed in, so that one module has the parameter.
         context = PositionContext(coordinates=batch.boxes)
         parts = [
             self._pooled_words(batch.words, words),
@@ -116,10 +112,10 @@ class ScreenEncoder(nn.Module):
             self.clickable(batch.clickable),
         ]
         if len(self.trees):
-            # Numbers beyond a table count as unknown, 0, as in the public code.
-            numbers = batch.trees.masked_fill(batch.trees >= self.config.trees, 0).unbind(-1)
-            tables = [table(number) for table, number in zip(self.trees, numbers)]
-            parts.append(torch.stack(tables).sum(0))
+            # Indices beyond a table become 0, unknown, as in the public code.
+            indices = batch.trees.masked_fill(batch.trees >= self.config.trees, 0).unbind(-1)
+            embeddings = [table(index) for table, index in zip(self.trees, indices)]
+            parts.append(torch.stack(embeddings).sum(0))
         concatenates = self.config.combine == "concat"
         if concatenates and len(self.positions):
             parts.append(self._add_positions(torch.zeros_like(parts[0]), context))
@@ -139,15 +135,17 @@ class ScreenEncoder(nn.Module):
     def _pooled_words(self, ids: Tensor, words: nn.Embedding) -> Tensor:
         """Return channel maxima over words, (B, W, N) -> (B, W, width), 0 without words."""
         real = (ids != self.pad_id)[..., None]
-        largest = words(ids).masked_fill(~real, -torch.inf).amax(-2)
-        return largest.masked_fill(~real.any(-2), 0)
+        maxima = words(ids).masked_fill(~real, -torch.inf).amax(-2)
+        return maxima.masked_fill(~real.any(-2), 0)
 
 
 class WidgetCaptioner(nn.Module):
     """Screen encoder, and a causal decoder that attends to the state of one widget.
 
     Args:
-        special_ids: never generated, other than `end`.
+        special_ids: tokens that are never generated, other than `end`.
+        start: [CLS], the decoder's first input.
+        end: [SEP], the last token of a caption.
     """
 
     def __init__(
@@ -163,8 +161,7 @@ class WidgetCaptioner(nn.Module):
         width = config.width
         if width % config.heads or width % 2:
             raise ConfigError(
-                f"model.heads {config.heads} and pairs of sine and cosine do not divide "
-                f"model.width {width}"
+                f"model.width {width} must be even and a multiple of model.heads {config.heads}"
             )
         self.start, self.end = start, end
         self.suppressed = tuple(token for token in special_ids if token != end)
@@ -187,33 +184,37 @@ class WidgetCaptioner(nn.Module):
         self.output = nn.Linear(width, vocab_size)
 
     def forward(self, batch: WidgetBatch) -> Tensor:
-        """Return logits of every caption's next word, (T, L - 1, vocabulary)."""
+        """Return logits of the next word piece of every caption, (T, L - 1, vocabulary)."""
         return self.decode(self.widgets(batch), batch.captions[:, :-1])
 
     def widgets(self, batch: WidgetBatch) -> Tensor:
-        """Return states of the captioned widgets, (T, width)."""
+        """Return the states of the widgets in `batch.targets`, (T, width)."""
         screen, widget = batch.targets.unbind(-1)
         return self.encoder(batch, self.words)[screen, widget]
 
     def decode(self, states: Tensor, ids: Tensor) -> Tensor:
-        """Return logits (T, L, vocabulary) of the words after ids (T, L), of widgets (T, width)."""
+        """Return next-token logits (T, L, vocabulary).
+
+        Args:
+            states: (T, width) of the captioned widgets.
+            ids: (T, L) int64, [CLS] and the first word pieces of each caption.
+        """
         length, memory = ids.shape[1], states[:, None]
-        places = torch.arange(length, device=ids.device)
-        x = self.words(ids) + sinusoid(places, states.shape[-1])
-        x = self.dropout(x)
-        later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
+        indices = torch.arange(length, device=ids.device)
+        x = self.dropout(self.words(ids) + sinusoid(indices, states.shape[-1]))
+        is_later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
         for layer in self.decoder:
-            x = layer(x, memory, tgt_mask=later, tgt_is_causal=True)
+            x = layer(x, memory, tgt_mask=is_later, tgt_is_causal=True)
         logits: Tensor = self.output(self.norm(x))
         return logits
 
     @torch.no_grad()
     def generate(self, batch: WidgetBatch, length: int, beams: int = 1) -> Tensor:
-        """Return captions (T, at most length), without [CLS], up to their [SEP].
+        """Generate captions (T, at most `length`) int64, without [CLS], padded with [SEP].
 
         Args:
-            length: word pieces and [SEP].
-            beams: see `beam_search`; the public code has 4.
+            length: largest number of word pieces, [SEP] included.
+            beams: see `beam_search`.
         """
         states = self.widgets(batch)
         suppressed = list(self.suppressed)

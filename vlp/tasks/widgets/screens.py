@@ -15,42 +15,34 @@ from vlp.data.shards.sample_files import BadSample
 
 Nodes = Literal["all", "leaves"]
 
-# Pixels of the space that bounds are given in, whatever the screenshot's size.
+# Sides of Rico's screens in the pixels of `bounds`; screenshots may have other sizes.
 SHORT_SIDE, LONG_SIDE = 1440, 2560
 
-# Classes that the public widget captioning code tells apart; what has none of them is unknown.
+# Kinds of widgets in the public widget captioning code, by Android class.
 KINDS = (
-    "unknown",
-    "imageview",
-    "button",
-    "imagebutton",
-    "view",
-    "compoundbutton",
-    "checkbox",
-    "radiobutton",
-    "floatingactionbutton",
-    "togglebutton",
-    "switch",
-)
+    "unknown", "imageview", "button", "imagebutton", "view", "compoundbutton", "checkbox",
+    "radiobutton", "floatingactionbutton", "togglebutton", "switch",
+)  # fmt: skip
 
+# Words of identifiers in camelCase and snake_case.
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 
 class Widget(NamedTuple):
-    """One node of the tree."""
+    """A node of the view hierarchy."""
 
-    # Child numbers from the root, which is "0", as in `nodeId` of the widget captions.
+    # Child numbers from the root "0", joined by dots; `nodeId` of the widget captions.
     path: str
-    # x0, y0, x1, y1, shares of the screen's width and height
+    # x0, y0, x1, y1 as shares of the screen's width and height
     box: tuple[float, float, float, float]
-    # Number in `KINDS`.
+    # Index in `KINDS`.
     kind: int
     clickable: bool
-    # The visible text, else the description.
+    # The visible text, else the content description.
     text: str
-    # Words of its resource id.
+    # Words of the resource id.
     resource: str
-    # Depth, number in pre-order and in post-order, all from 1.
+    # Depth, index in pre-order and index in post-order of the whole tree, all from 1.
     tree: tuple[int, int, int]
 
 
@@ -59,15 +51,17 @@ class Screen(NamedTuple):
 
     name: str
     widgets: tuple[Widget, ...]
-    # By the number of a widget.
+    # By index of the widget.
     captions: dict[int, tuple[str, ...]]
 
 
 class _Visit(NamedTuple):
+    """A node with its `Widget.path` and `Widget.tree`."""
+
     node: Mapping[str, Any]
     path: str
     tree: tuple[int, int, int]
-    leaf: bool
+    is_leaf: bool
 
 
 def read_screen(
@@ -76,14 +70,16 @@ def read_screen(
     captions: Mapping[str, Sequence[str]],
     nodes: Nodes = "all",
 ) -> Screen:
-    """Return the widgets of a view hierarchy.
+    """Read the widgets of a view hierarchy; raises BadSample.
 
-    Nodes that are invisible or have no area on the screen are left out unless they have a caption.
-    Bounds are clipped to the screen; a landscape one is 2560 x 1440.
+    Nodes that are invisible or have no area on the screen are left out, unless they have a caption.
+    Boxes are clipped to the screen, which is 2560 x 1440 if the root is wider than high.
 
     Args:
-        hierarchy: parsed JSON: `activity.root` is the tree, or the whole is.
-        nodes: "all" nodes or "leaves" alone; nodes with captions always count.
+        hierarchy: parsed JSON: the root node, or an object with it in `activity.root`.
+        name: of the screen, for messages.
+        captions: by `Widget.path`; blank captions are dropped.
+        nodes: "all" nodes or only "leaves"; nodes with captions are always read.
     """
     root = hierarchy
     if isinstance(hierarchy, Mapping) and "activity" in hierarchy:
@@ -96,48 +92,44 @@ def read_screen(
     if right - left > bottom - top:
         size = (LONG_SIDE, SHORT_SIDE)
     widgets: list[Widget] = []
-    by_number: dict[int, tuple[str, ...]] = {}
+    captions_by_index: dict[int, tuple[str, ...]] = {}
     for visit in _walk(root, name):
-        box = _share(_bounds(visit.node, name, visit.path), size)
-        stripped = tuple(c for caption in captions.get(visit.path, ()) if (c := caption.strip()))
-        visible = (
-            bool(visit.node.get("visible-to-user", True)) and box[2] > box[0] and box[3] > box[1]
-        )
-        if stripped:
-            by_number[len(widgets)] = stripped
-        elif not visible or (nodes == "leaves" and not visit.leaf):
+        box = _relative_box(_bounds(visit.node, name, visit.path), size)
+        texts = tuple(text for caption in captions.get(visit.path, ()) if (text := caption.strip()))
+        is_visible = visit.node.get("visible-to-user", True) and box[2] > box[0] and box[3] > box[1]
+        if texts:
+            captions_by_index[len(widgets)] = texts
+        elif not is_visible or (nodes == "leaves" and not visit.is_leaf):
             continue
         widgets.append(_widget(visit, box))
-    paths = {widgets[number].path for number in by_number}
+    paths = {widgets[index].path for index in captions_by_index}
     if missing := sorted(
         path for path, texts in captions.items() if any(texts) and path not in paths
     ):
         raise BadSample("captions without their widget", f"{name} (nodes {', '.join(missing[:5])})")
-    return Screen(name, tuple(widgets), by_number)
+    return Screen(name, tuple(widgets), captions_by_index)
 
 
 def _walk(root: Mapping[str, Any], name: str) -> Iterator[_Visit]:
-    """Return all nodes in pre-order, once both orders are known."""
-    nodes: list[tuple[Mapping[str, Any], str, int]] = []
-    finished: dict[str, int] = {}
+    """Yield all nodes in pre-order; hierarchies may be too deep for recursion."""
+    nodes: list[tuple[Mapping[str, Any], str, int, bool]] = []
+    post_order: dict[str, int] = {}
     stack: list[tuple[Mapping[str, Any] | None, str, int]] = [(root, "0", 1)]
     while stack:
         node, path, depth = stack.pop()
-        if node is None:  # all below it are done
-            finished[path] = len(finished) + 1
+        if node is None:  # marks the end of the subtree at `path`
+            post_order[path] = len(post_order) + 1
             continue
-        nodes.append((node, path, depth))
-        stack.append((None, path, depth))
         children = node.get("children") or []
         if not isinstance(children, Sequence):
             raise BadSample("bad children", f"{name}, node {path} ({children!r:.40})")
+        nodes.append((node, path, depth, not any(isinstance(c, Mapping) for c in children)))
+        stack.append((None, path, depth))
         for number, child in reversed(list(enumerate(children))):
-            if isinstance(child, Mapping):  # RICO has null children, which keep their number
+            if isinstance(child, Mapping):  # Rico has null children, which count in `nodeId`
                 stack.append((child, f"{path}.{number}", depth + 1))
-    for order, (node, path, depth) in enumerate(nodes, start=1):
-        children = node.get("children") or []
-        leaf = not any(isinstance(child, Mapping) for child in children)
-        yield _Visit(node, path, (depth, order, finished[path]), leaf)
+    for pre_order, (node, path, depth, is_leaf) in enumerate(nodes, start=1):
+        yield _Visit(node, path, (depth, pre_order, post_order[path]), is_leaf)
 
 
 def _widget(visit: _Visit, box: tuple[float, float, float, float]) -> Widget:
@@ -164,9 +156,10 @@ def _bounds(node: Mapping[str, Any], name: str, path: str) -> tuple[float, float
     raise BadSample("bad bounds", f"{name}, node {path} (bounds {bounds!r})")
 
 
-def _share(
+def _relative_box(
     bounds: tuple[float, float, float, float], size: tuple[int, int]
 ) -> tuple[float, float, float, float]:
+    """Return bounds as shares of the screen, clipped to it."""
     x0, y0, x1, y1 = (min(max(edge / side, 0.0), 1.0) for edge, side in zip(bounds, (*size, *size)))
     return x0, y0, max(x0, x1), max(y0, y1)
 
@@ -203,7 +196,7 @@ _GROUP = "android.widget.LinearLayout"
 
 @dataclass
 class _Node:
-    kind: str
+    class_name: str
     box: Box
     text: str | None = None
     clickable: bool = False
@@ -212,30 +205,29 @@ class _Node:
 
 
 def generate_screen(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Draw a screen: a view hierarchy for `read_screen`, and two right captions by path."""
-    # A toolbar, a body and tabs at random places. Icons have no text, and siblings stand in random
-    # order: an icon's caption follows from its place ("delete the second message") and from the
-    # text next to it ("delete the message from anna").
-    top = bottom = 0
+    """Draw a screen: a view hierarchy for `read_screen`, and two correct captions by path."""
+    # A toolbar, a body and tabs of random sizes. Icons have no text and siblings a random order, so
+    # that an icon's caption follows only from positions: from its own ("delete the second message")
+    # or from the text next to it ("delete the message from anna").
+    toolbar_height = tabs_height = 0
     parts = []
     if rng.random() < 0.8:
-        top = _between(rng, 150, 260)
-        parts.append(_toolbar(rng, top))
+        toolbar_height = _between(rng, 150, 260)
+        parts.append(_toolbar(rng, toolbar_height))
     if rng.random() < 0.7:
-        bottom = _between(rng, 180, 300)
-        parts.append(_tabs(rng, bottom))
+        tabs_height = _between(rng, 180, 300)
+        parts.append(_tabs(rng, tabs_height))
     area = (
         _between(rng, 0, 160),
-        top + _between(rng, 20, 300),
+        toolbar_height + _between(rng, 20, 300),
         SHORT_SIDE - _between(rng, 0, 160),
-        LONG_SIDE - bottom - _between(rng, 20, 300),
+        LONG_SIDE - tabs_height - _between(rng, 20, 300),
     )
     body = (_messages, _switches, _sliders, _photos)[rng.integers(4)]
     parts.append(body(rng, area))
     root = _Node(_GROUP, (0, 0, SHORT_SIDE, LONG_SIDE), children=parts)
     captions: dict[str, tuple[str, ...]] = {}
-    hierarchy = _written(root, "0", rng, captions)
-    return {"activity": {"root": hierarchy}}, captions
+    return {"activity": {"root": _to_json(root, "0", rng, captions)}}, captions
 
 
 def _toolbar(rng: np.random.Generator, height: int) -> _Node:
@@ -266,34 +258,34 @@ def _tabs(rng: np.random.Generator, height: int) -> _Node:
     bar = _Node(_GROUP, (0, top, SHORT_SIDE, LONG_SIDE))
     labels = rng.choice(TABS, count, replace=False) if rng.random() < 0.5 else None
     side = _between(rng, 80, height - 80)
-    for number, (x0, x1) in enumerate(_cuts(0, SHORT_SIDE, count)):
+    for number, (x0, x1) in enumerate(_intervals(0, SHORT_SIDE, count)):
         x, y = (x0 + x1 - side) // 2, top + 10
-        where = f"the {ORDINALS[number]} tab"
+        tab = f"the {ORDINALS[number]} tab"
         if labels is not None:
-            where = f"the {labels[number]} tab"
+            tab = f"the {labels[number]} tab"
             bar.children.append(_label((x0 + 20, y + side, x1 - 20, LONG_SIDE), labels[number]))
-        bar.children.append(_icon((x, y, x + side, y + side), f"open {where}", f"go to {where}"))
+        bar.children.append(_icon((x, y, x + side, y + side), f"open {tab}", f"go to {tab}"))
     return bar
 
 
 def _messages(rng: np.random.Generator, area: Box) -> _Node:
-    """Draw rows with an image, a line, and a button that deletes; the line may hold no text."""
+    """Draw rows of an image, a line, which may have no text, and a button that deletes."""
     count = _between(rng, 2, 6)
     names = rng.choice(NAMES, count, replace=False) if rng.random() < 0.5 else None
-    flipped = rng.random() < 0.5
+    is_flipped = rng.random() < 0.5
 
     def row(number: int, box: Box, side: int) -> list[_Node]:
-        first, last = _ends(box, side, flipped)
+        first, last = _ends(box, side, is_flipped)
         line = (box[0] + side + 80, box[1] + 10, box[2] - side - 80, box[3] - 10)
         if names is None:
-            which = f"the {ORDINALS[number]} message"
-            return [_Node(_IMAGE, first), _Node(_VIEW, line), _delete(last, which)]
-        image = _Node(_IMAGE, first, None, True, _two("open", "show", names[number], "profile of"))
-        return [
-            image,
-            _label(line, names[number]),
-            _delete(last, f"the message from {names[number]}"),
-        ]
+            message = f"the {ORDINALS[number]} message"
+            nodes = [_Node(_IMAGE, first), _Node(_VIEW, line)]
+        else:
+            message = f"the message from {names[number]}"
+            profile = f"the profile of {names[number]}"
+            captions = (f"open {profile}", f"show {profile}")
+            nodes = [_Node(_IMAGE, first, None, True, captions), _label(line, names[number])]
+        return [*nodes, _icon(last, f"delete {message}", f"remove {message}")]
 
     return _rows(rng, area, count, row)
 
@@ -301,10 +293,10 @@ def _messages(rng: np.random.Generator, area: Box) -> _Node:
 def _switches(rng: np.random.Generator, area: Box) -> _Node:
     count = _between(rng, 2, 6)
     labels = rng.choice(SETTINGS, count, replace=False)
-    flipped = rng.random() < 0.5
+    is_flipped = rng.random() < 0.5
 
     def row(number: int, box: Box, side: int) -> list[_Node]:
-        _, last = _ends(box, side, flipped)
+        _, last = _ends(box, side, is_flipped)
         line = (box[0] + side + 80, box[1] + 10, box[2] - side - 80, box[3] - 10)
         label = labels[number]
         captions = (f"turn {label} on or off", f"switch for {label}")
@@ -333,10 +325,10 @@ def _photos(rng: np.random.Generator, area: Box) -> _Node:
     rows, columns = _between(rng, 2, 4), _between(rng, 2, 4)
     gap = _between(rng, 4, 40)
     table = _Node(_GROUP, area)
-    for row, (y0, y1) in enumerate(_cuts(area[1], area[3], rows)):
-        for column, (x0, x1) in enumerate(_cuts(area[0], area[2], columns)):
-            where = f"row {NUMBERS[row]} column {NUMBERS[column]}"
-            captions = (f"open the photo in {where}", f"show photo {where}")
+    for row, (y0, y1) in enumerate(_intervals(area[1], area[3], rows)):
+        for column, (x0, x1) in enumerate(_intervals(area[0], area[2], columns)):
+            cell = f"row {NUMBERS[row]} column {NUMBERS[column]}"
+            captions = (f"open the photo in {cell}", f"show photo {cell}")
             box = (x0 + gap, y0 + gap, x1 - gap, y1 - gap)
             table.children.append(_Node(_IMAGE, box, None, True, captions))
     return table
@@ -345,7 +337,7 @@ def _photos(rng: np.random.Generator, area: Box) -> _Node:
 def _rows(
     rng: np.random.Generator, area: Box, count: int, row: Callable[[int, Box, int], list[_Node]]
 ) -> _Node:
-    """Draw a list with rows of one random height."""
+    """Draw a list of rows of equal random height; `row` draws the nodes of one."""
     height = min((area[3] - area[1]) // count, _between(rng, 180, 420))
     side = _between(rng, 80, height - 60)
     rows = _Node(_GROUP, area)
@@ -356,22 +348,12 @@ def _rows(
     return rows
 
 
-def _ends(box: Box, side: int, flipped: bool) -> tuple[Box, Box]:
-    """Return squares at both ends of a row: its beginning, and its place for actions."""
+def _ends(box: Box, side: int, is_flipped: bool) -> tuple[Box, Box]:
+    """Return squares at the first and the last end of a row: left and right, unless flipped."""
     y = (box[1] + box[3] - side) // 2
-    ends = (
-        (box[0] + 20, y, box[0] + 20 + side, y + side),
-        (box[2] - 20 - side, y, box[2] - 20, y + side),
-    )
-    return (ends[1], ends[0]) if flipped else ends
-
-
-def _delete(box: Box, which: str) -> _Node:
-    return _icon(box, f"delete {which}", f"remove {which}")
-
-
-def _two(first: str, second: str, name: str, what: str) -> tuple[str, str]:
-    return f"{first} the {what} {name}", f"{second} the {what} {name}"
+    left = (box[0] + 20, y, box[0] + 20 + side, y + side)
+    right = (box[2] - 20 - side, y, box[2] - 20, y + side)
+    return (right, left) if is_flipped else (left, right)
 
 
 def _icon(box: Box, *captions: str) -> _Node:
@@ -382,24 +364,26 @@ def _label(box: Box, text: str) -> _Node:
     return _Node(_VIEW, box, str(text))
 
 
-def _cuts(low: int, high: int, count: int) -> list[tuple[int, int]]:
+def _intervals(low: int, high: int, count: int) -> list[tuple[int, int]]:
+    """Return the bounds of `count` adjacent intervals of about equal length."""
     edges = np.linspace(low, high, count + 1).round().astype(int).tolist()
     return list(pairwise(edges))
 
 
 def _between(rng: np.random.Generator, low: int, high: int) -> int:
+    """Draw an integer, both bounds included; `low` if `high` is lower."""
     return int(rng.integers(low, max(low, high) + 1))
 
 
-def _written(
+def _to_json(
     node: _Node, path: str, rng: np.random.Generator, captions: dict[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Return a node of Rico's JSON with shuffled children, and add captions by path."""
+    """Return a node in Rico's JSON with shuffled children; add its captions to `captions`."""
     if node.captions:
         captions[path] = node.captions
     order: Sequence[int] = rng.permutation(len(node.children)).tolist()
-    written: dict[str, Any] = {
-        "class": node.kind,
+    content: dict[str, Any] = {
+        "class": node.class_name,
         "ancestors": ["android.view.View", "java.lang.Object"],
         "bounds": list(node.box),
         "clickable": node.clickable,
@@ -407,10 +391,10 @@ def _written(
         "content-desc": [None],
     }
     if node.text is not None:
-        written["text"] = node.text
+        content["text"] = node.text
     if node.children:
-        written["children"] = [
-            _written(node.children[old], f"{path}.{new}", rng, captions)
+        content["children"] = [
+            _to_json(node.children[old], f"{path}.{new}", rng, captions)
             for new, old in enumerate(order)
         ]
-    return written
+    return content

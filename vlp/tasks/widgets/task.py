@@ -29,27 +29,25 @@ from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
 
 
 class WidgetsConfig(Config):
-    """Model and screens, generation and scoring of captions."""
+    """Model, screens, generation and scoring of captions."""
 
     kind: Literal["widgets"] = Field("widgets", description="selects this class")
     model: WidgetModelConfig = Field(
         WidgetModelConfig(), description="sizes and encodings of boxes"
     )
     data: WidgetDataConfig = Field(WidgetDataConfig(), description="screens and their captions")
+    # The paper does not give its value (papers.md#fourier-f10).
     regulariser: float = Field(
-        0.0,
-        ge=0,
-        description="lambda of Eq. 11, on Fourier encodings with `regularised` (the paper's value "
-        "is lost, papers.md#fourier-f10)",
+        0.0, ge=0, description="lambda of Eq. 11, for Fourier encodings with `regularised`"
     )
-    beams: int = Field(1, ge=1, description="of the search for captions; the public code has 4")
+    beams: int = Field(1, ge=1, description="number of beams; the public code has 4")
     java: bool = Field(
-        True, description="evaluate with the PTB tokeniser and METEOR; false goes without both"
+        True, description="evaluate with the PTB tokeniser and METEOR, which need Java"
     )
 
 
 class Widgets(VisionTask):
-    """Predicts each next word piece of a widget's caption."""
+    """Next-token cross-entropy of widgets' captions."""
 
     config_class = WidgetsConfig
 
@@ -63,7 +61,7 @@ class Widgets(VisionTask):
         )
 
     def forward(self, batch: WidgetBatch, step: int) -> StepOutput:
-        """Compute cross-entropy per word piece in nats, and the share of pieces predicted right."""
+        """Compute the loss in nats per word piece, and the token accuracy."""
         with self.autocast(batch.boxes.device):
             logits = self.model(batch)
         labels = batch.captions[:, 1:]
@@ -75,29 +73,29 @@ class Widgets(VisionTask):
             losses["regulariser"] = self._regulariser(words.total)
         statistics = {}
         if bool(real.any()):
-            hits = (logits.argmax(-1) == labels)[real]
-            statistics["accuracy"] = hits.float().mean()
+            correct = (logits.argmax(-1) == labels)[real]
+            statistics["accuracy"] = correct.float().mean()
         return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
 
     def metadata(self) -> dict[str, Any]:
-        """Return the values that `restore` needs in addition to the configuration."""
+        """Return the tokenizer as JSON."""
         return {"tokenizer": self.text.to_json()}
 
     @classmethod
     def restore(cls, config: WidgetsConfig, metadata: Mapping[str, Any]) -> Self:
-        """Make the task that a model folder describes, with fresh weights."""
+        """Create the task of a model folder with initial weights."""
         data, tokenizer = config.data, read_tokenizer(metadata["tokenizer"])
         return cls(config, WidgetText(tokenizer, data.max_words, data.max_caption))
 
-    def _regulariser(self, like: Tensor) -> Loss:
-        """Sum the KL of every regularised encoding's frequencies (Eq. 10)."""
+    def _regulariser(self, total: Tensor) -> Loss:
+        """Sum the KL terms of regularised encodings (Eq. 10), with dtype and device of `total`."""
         terms = [
             encoding("regulariser")
             for encoding in self.model.modules()
             if isinstance(encoding, FourierPosition) and encoding.log_variance is not None
         ]
-        total = torch.stack(terms).sum() if terms else like.new_zeros(())
-        return Loss(total, torch.ones((), dtype=torch.int64, device=like.device))
+        kl = torch.stack(terms).sum() if terms else total.new_zeros(())
+        return Loss(kl, torch.ones((), dtype=torch.int64, device=total.device))
 
 
 def build(
@@ -106,7 +104,7 @@ def build(
     """Build the task and its training data."""
     data = config.data
     screens = open_screens(data.screens, "train")
-    open_screens(data.screens, "test")
+    open_screens(data.screens, "test")  # so that its errors come before training
     text = widget_text(
         screens, data.vocabulary, data.vocabulary_size, data.max_words, data.max_caption
     )

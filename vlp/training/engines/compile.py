@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vlp.compilation import compile_regions
 from vlp.config import ConfigError
 from vlp.positions import PositionEncoding
-from vlp.tasks.task import PlainTask
+from vlp.tasks.task import Task
 from vlp.training.config import Compile
 
 Backend = str | Callable[..., Any]
@@ -84,7 +84,7 @@ def compile_task(
     # Graphs are small enough for gradients to travel while the next one runs backwards.
     torch._dynamo.config.optimize_ddp = False
     networks, dynamic = [task], None
-    if isinstance(task, PlainTask):
+    if isinstance(task, Task):
         task.is_compiled, networks = True, task.networks()
         # Else a changing size becomes a symbol, and a block compiles at most twice for it.
         dynamic = False if task.static_shapes else None
