@@ -80,8 +80,8 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], dict[str, Any], dict[
             raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
     try:
         content = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
-        if content.get("model_type") != MODEL_TYPE:
-            model_type = content.get("model_type")
+        model_type = content.get("model_type") if isinstance(content, dict) else None
+        if model_type != MODEL_TYPE:
             raise ValueError(f"{folder}/{CONFIG}: model_type is {model_type!r}, not {MODEL_TYPE!r}")
         return content["task"], content["known"], load_file(folder / WEIGHTS)
     except (json.JSONDecodeError, KeyError, SafetensorError) as error:

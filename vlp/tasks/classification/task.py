@@ -44,7 +44,7 @@ class ClassificationConfig(Config):
     )
 
     @model_validator(mode="after")
-    def _normalise_as_the_weights(self) -> ClassificationConfig:
+    def _use_statistics_of_weights(self) -> ClassificationConfig:
         if self.model.pretrained and not {"mean", "std"} & self.data.model_fields_set:
             import vlp.models.vision  # noqa: F401  # registers our names with timm
 

@@ -455,7 +455,7 @@ class DetectionDataConfig(MapDatasetConfig):
         return fit_size(side, side, side, self.longest, self.multiple)[0]
 
     @model_validator(mode="after")
-    def _sizes_fit(self) -> DetectionDataConfig:
+    def _require_sizes(self) -> DetectionDataConfig:
         for size in (*self.sizes, *self.test_sizes):
             if not self.multiple <= size <= self.longest:
                 raise ValueError(

@@ -64,20 +64,20 @@ def coco_figures(
     if not any((~image.crowds).any() for image in truth):
         raise ValueError(f"no object in {len(truth)} images: average precision is undefined")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
-        ground = COCO()
-        ground.dataset = _dataset(truth, classes)
-        ground.createIndex()
-        rows = _detections(detections)
+        coco = COCO()
+        coco.dataset = _coco_dataset(truth, classes)
+        coco.createIndex()
+        rows = _coco_results(detections)
         if not rows:
             return dict.fromkeys(_defined_figures(truth), 0.0)
-        evaluator = COCOeval(ground, ground.loadRes(rows), "bbox")
+        evaluator = COCOeval(coco, coco.loadRes(rows), "bbox")
         evaluator.evaluate()
         evaluator.accumulate()
         evaluator.summarize()
     return {name: 100 * float(value) for name, value in zip(FIGURES, evaluator.stats) if value > -1}
 
 
-def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, Any]:
+def _coco_dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, Any]:
     objects = [
         {
             "image_id": number,
@@ -101,7 +101,7 @@ def _dataset(truth: Sequence[ImageTruth], classes: Sequence[str]) -> dict[str, A
     }
 
 
-def _detections(detections: Sequence[ImageDetections]) -> list[dict[str, Any]]:
+def _coco_results(detections: Sequence[ImageDetections]) -> list[dict[str, Any]]:
     return [
         {
             "image_id": number,

@@ -208,7 +208,7 @@ def read_task(folder: str | Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
         config: dict[str, Any] = content["task"]
         get_task(config["kind"])
         return config, content["known"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: damaged ({error!r})") from error
 
 

@@ -103,7 +103,7 @@ class GridDataConfig(MapDatasetConfig):
 
     @field_validator("tasks")
     @classmethod
-    def _different(cls, tasks: tuple[GridTaskConfig, ...]) -> tuple[GridTaskConfig, ...]:
+    def _require_unique(cls, tasks: tuple[GridTaskConfig, ...]) -> tuple[GridTaskConfig, ...]:
         names = [task.name for task in tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"a task is named twice: {', '.join(names)}")

@@ -56,7 +56,7 @@ class GroundingConfig(PairsConfig, MapConfig):
     )
 
     @model_validator(mode="after")
-    def _layer_is_of_gradcam(self) -> GroundingConfig:
+    def _require_layer_of_gradcam(self) -> GroundingConfig:
         if self.by == "similarity" and self.layer is not None:
             raise ValueError("layer is only for `by: gradcam`; leave it out with `by: similarity`")
         return self

@@ -57,7 +57,7 @@ class PairsConfig(TaskConfig):
     )
 
     @model_validator(mode="after")
-    def _nothing_masked(self) -> PairsConfig:
+    def _require_no_masking(self) -> PairsConfig:
         if self.objectives.mlm or self.objectives.mim:
             raise ValueError(f"{self.kind} masks nothing: leave objectives.mlm and .mim null")
         return self

@@ -23,7 +23,7 @@ _PERIOD = re.compile(r"\.(?!\d)")
 # A slip of the evaluators: they pass a regex flag of value 32 as the number of substitutions.
 _MAX_PERIODS = 32
 
-_CONTRACTED = {
+_STEMS = {
     "n't": "ai are ca could did does do had has have is might must need ought sha should was were "
     "wo would",
     "'ve": "could couldn't hadn't he'd it'd might mightn't must not she'd should shouldn't "
@@ -34,17 +34,18 @@ _CONTRACTED = {
     "'re": "there they what why you",
     "'s": "he how somebody someone that there what when where who why",
 }
-_FORMS = [stem + end for end, stems in _CONTRACTED.items() for stem in stems.split()]
-_FORMS += ["ma'am", "o'clock", "'twas", "y'all", "'ow's'at"]
+_CONTRACTIONS = [stem + end for end, stems in _STEMS.items() for stem in stems.split()]
+_CONTRACTIONS += ["ma'am", "o'clock", "'twas", "y'all", "'ow's'at"]
 
 
-def _missing_apostrophe(form: str) -> list[str]:
+def _drop_apostrophe(form: str) -> list[str]:
+    """Return the form without one of its apostrophes, for each of them."""
     positions = [position for position, letter in enumerate(form) if letter == "'"]
     return [form[:position] + form[position + 1 :] for position in positions]
 
 
 # Contraction without one of its apostrophes -> contraction. The last entry is the evaluators' slip.
-_APOSTROPHES = {variant: form for form in _FORMS for variant in _missing_apostrophe(form)}
+_APOSTROPHES = {variant: form for form in _CONTRACTIONS for variant in _drop_apostrophe(form)}
 _APOSTROPHES["somebody'd"] = "somebodyd"
 
 
