@@ -57,6 +57,7 @@ _KINDS = {
 }
 _STARTS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _MOST_TABLES = 10_000
+_SAMPLED = 20  # files beside images that tell whether all hold labels
 
 
 class UserImage(NamedTuple):
@@ -104,8 +105,13 @@ def recognise(
         tables = [table_name]
     elif metadata or arrow_files:
         tables = metadata or arrow_files
-    elif 2 * len(sides) >= len(images) > 0 and overrides == ColumnOverrides():
-        return _side_files(tree, images, set(sides), overrides, faults, place)
+    # Detectors write boxes into NAME.txt, while the captions are in a table.
+    elif (
+        2 * len(sides) >= len(images) > 0
+        and overrides == ColumnOverrides()
+        and not (tables and _hold_numbers(sides[:_SAMPLED], tree))
+    ):
+        return _side_files(tree, images, set(sides), tables, overrides, faults, place)
     matches, refused = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
@@ -136,7 +142,7 @@ def recognise(
         is_whole = not is_table and not any(match.table.bytes_columns for match in matches)
         return Form(title, took, rows, every_image=is_whole)
     if sides and not is_table:
-        return _side_files(tree, images, set(sides), overrides, faults, place)
+        return _side_files(tree, images, set(sides), tables, overrides, faults, place)
     if refused is not None:
         raise refused
     if images:
@@ -154,6 +160,16 @@ def _left_out(tables: Sequence[str], read: Iterable[str]) -> list[str]:
     others = [path for path in tables if path not in known]
     shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
     return [f"{len(others)} other tables are left out: {shown}"] if others else []
+
+
+def is_number(text: str) -> bool:
+    """Return whether a text is one or more numbers, such as a label or a box."""
+    return bool(re.fullmatch(r"[-+.\deE\s]*\d[-+.\deE\s]*", text))
+
+
+def _hold_numbers(sides: Sequence[str], tree: FileTree) -> bool:
+    lines, content = _read_sides(sides, tree, [])
+    return content is None and len(lines) > 0 and all(map(is_number, lines))
 
 
 def other_files(tree: FileTree) -> str:
@@ -243,6 +259,7 @@ def _side_files(
     tree: FileTree,
     images: Sequence[str],
     sides: set[str],
+    tables: Sequence[str],
     overrides: ColumnOverrides,
     faults: Faults,
     place: Path,
@@ -293,7 +310,8 @@ def _side_files(
 
     if overrides.captions:
         shown = f"{', '.join(map(repr, overrides.captions))} of .json"
-    return Form(title, [f"captions from {shown} beside the images"], read())
+    took = [f"captions from {shown} beside the images", *_left_out(tables, ())]
+    return Form(title, took, read())
 
 
 def _texts_of(fields: dict[str, Any], names: Iterable[str]) -> list[str]:

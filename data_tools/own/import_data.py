@@ -25,6 +25,7 @@ from data_tools.own.forms import (
     Form,
     UserImage,
     hub_form,
+    is_number,
     other_files,
     recognise,
     splits_by_name,
@@ -208,7 +209,7 @@ def _require_captions(
         without += [path for path in tree.images if path not in described]
     captions = sum(len(image.captions) for image in images)
     print(f"  {present} images, {captions} captions")
-    if captions and all(text.isdigit() for image in images for text in image.captions):
+    if captions and all(is_number(text) for image in images for text in image.captions):
         print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
         print(f"  {len(missing)} images are nowhere (first: {first})")

@@ -188,15 +188,19 @@ def test_a_cell_is_a_caption_of_the_image_that_its_row_names(name, text, first, 
     assert imported(tmp_path / "mine", "--allow-missing-captions")[0] == first
 
 
-def test_a_table_with_the_named_columns_comes_before_files_beside_the_images(tmp_path):
+@pytest.mark.parametrize("beside", ["other captions", "boxes"])
+def test_a_table_comes_before_files_without_its_columns_or_with_numbers(beside, tmp_path):
     table = as_csv([{"image": f"{number}.jpg", "alt": f"table {number}"} for number in range(8)])
     files = {"table.csv": table}
     for number in range(8):
         files[f"{number}.jpg"] = encoded(photo(number))
-        files[f"{number}.json"] = json.dumps({"alt": f"alt {number}", "caption": "no"}).encode()
-        files[f"{number}.txt"] = b"nor this"
+        files[f"{number}.txt"] = b"0 0.5 0.5 1e-1 0.25\n1 0 0 1 1\n"
+        if beside == "other captions":
+            about = {"alt": f"alt {number}", "caption": "no"}
+            files[f"{number}.json"] = json.dumps(about).encode()
     place = write(tmp_path / "mine", files)
-    assert imported(place, "--caption", "alt") == [[f"table {number}"] for number in range(8)]
+    options = ("--caption", "alt") if beside == "other captions" else ()
+    assert imported(place, *options) == [[f"table {number}"] for number in range(8)]
 
 
 @pytest.mark.parametrize(
