@@ -87,9 +87,15 @@ class WebRow(NamedTuple):
 
 
 class _SbuFile(Row):
-    image_urls: list[str | None]
-    captions: list[str | None]
-    user_ids: list[str | None] | None = None
+    image_urls: list[Any]
+    captions: list[Any]
+    user_ids: list[Any] | None = None
+
+
+class _SbuRow(Row):
+    url: str
+    caption: str | None
+    user_id: str | None
 
 
 class _Downloaded(BaseModel):
@@ -176,10 +182,17 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
         )
     yield from faults
     for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
-        if url is None or _split(url).scheme not in ("http", "https"):
-            yield Refused("row of another layout", f"{path}, row {number + 1}: no URL")
+        where = f"{path}, row {number + 1}"
+        try:
+            row = _SbuRow(url=url, caption=caption, user_id=user)
+        except ValidationError as error:
+            yield Refused("row of another layout", f"{where}: {explained(error)}")
+            continue
+        if _split(row.url).scheme not in ("http", "https"):
+            yield Refused("row of another layout", f"{where}: no URL")
         else:
-            yield WebRow(number, caption or "", url, {} if user is None else {"user_id": user})
+            more = {} if row.user_id is None else {"user_id": row.user_id}
+            yield WebRow(number, row.caption or "", row.url, more)
 
 
 def image_id_of(url: str) -> str:

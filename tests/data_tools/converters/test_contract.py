@@ -212,9 +212,9 @@ CASES = {
         "--annotations RAW/sbu.json --images RAW/images --names {file}",
         {
             "sbu.json": {
-                "image_urls": [*(URL.format(number) for number in range(4)), None],
-                "captions": ["one", None, "three", "gone", "nowhere"],
-                "user_ids": ["u0", "u1", None, "u3", "u4"],
+                "image_urls": [*(URL.format(number) for number in range(4)), None, "x", "y"],
+                "captions": ["one", None, "three", "gone", "nowhere", "no URL", ["list"]],
+                "user_ids": ["u0", "u1", None, "u3", "u4", "u5", "u6"],
             },
             **photos("0.jpg", "1.jpg", "2.jpg"),
         },
@@ -223,7 +223,10 @@ CASES = {
             "": {
                 "empty caption": ["sbu-00000001"],
                 "missing image": ["sbu-00000003"],
-                "row of another layout": ["RAW/sbu.json, row 5: no URL"],
+                "row of another layout": [
+                    *("RAW/sbu.json, row 5: url:", "RAW/sbu.json, row 6: no URL"),
+                    "RAW/sbu.json, row 7: caption:",
+                ],
             }
         },
     ),
