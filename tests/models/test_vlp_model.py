@@ -106,6 +106,8 @@ def test_padding_changes_nothing(layout, position):
     other = model.encode_text(ids.masked_fill(~attention, 7), attention, words)
     torch.testing.assert_close(model.match(image, text), model.match(image, other))
     torch.testing.assert_close(text.feature, other.feature)
+    with pytest.raises(ValueError, match="pad on the right"):
+        model.encode_text(ids.flip(1), attention.flip(1), words.flip(1))
 
 
 @pytest.mark.parametrize("layout", ["ace", "text"])

@@ -163,6 +163,13 @@ class VLPModel(nn.Module):
             text_ids, attention_mask, word_mask = text_ids
         if attention_mask is None or word_mask is None:
             raise ValueError("encode_text needs TextTokens, or text_ids with both masks")
+        # Only where it costs no synchronisation, and not inside a graph.
+        if (
+            attention_mask.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and (~attention_mask[:, 0] & attention_mask.any(1)).any()
+        ):
+            raise ValueError("attention_mask: texts are padded on the left; pad on the right")
         states = self.text_encoder(require_ids(text_ids), attention_mask)
         return TextFeatures(
             states=states,
