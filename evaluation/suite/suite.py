@@ -31,7 +31,6 @@ from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validate
-from vlp.data.shards.index import INDEX_NAME
 from vlp.io import atomic_folder, parse_json, write_json
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.tasks.downstream.registry import task_kinds
@@ -158,9 +157,8 @@ def job_key(job: Job, folder: Path | OtherModel, checksums: dict[Path | OtherMod
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
-            # An index has checksums; of class folders and tars, names, sizes and times are hashed.
-            index = shards / INDEX_NAME
-            parts.append(_checksum(index) if index.is_file() else _hash_file_stats(shards))
+            # An index may stay the same where captions were changed.
+            parts.append(_hash_file_stats(shards))
         for name in ("classes", "templates"):
             file = getattr(job, name, None)
             parts.append("" if file is None else _checksum(Path(file)))

@@ -114,9 +114,8 @@ def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, ch
     if change == "option":
         options = {"limit": 2}
     if change == "shards":
-        for file in shards.iterdir():
-            file.unlink()
-        entailment_shards(shards, 4)
+        for tar in shards.glob("*.tar"):  # the index stays the same
+            tar.write_bytes(tar.read_bytes().replace(b'"entailment"', b'"neutral"   '))
     if change == "damage":
         (out / "m" / "snli_ve" / "snli_ve.json").write_text('{"task": ')
     run_suite(config(**options), out)
