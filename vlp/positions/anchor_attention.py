@@ -117,7 +117,8 @@ def anchor_attention(
     return out
 
 
-# The arguments of all operators of one attention, in their order.
+# Schemas of the operators. Arguments are the inputs, for gradients also the results of the forward
+# pass and the gradient of its output, then heads and scale.
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor path, Tensor? mask, Tensor? query_mean, "
     "Tensor? key_mean, Tensor terms"
@@ -343,9 +344,9 @@ _attention = KernelOperator(
     _empty_results,
     _setup_context,
     _differentiate,
-    schema=f"({_INPUTS}, int heads, float scale) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INPUTS}, SymInt heads, float scale) -> (Tensor, Tensor, Tensor)",
 )
-_BACKWARD = f"({_INPUTS}, {_RESULTS}, int heads, float scale)"
+_BACKWARD = f"({_INPUTS}, {_RESULTS}, SymInt heads, float scale)"
 _attention_backward = KernelOperator(
     "anchor_attention_backward",
     _attend_backward,
