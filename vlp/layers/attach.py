@@ -166,7 +166,7 @@ class _Encoding:
                 raise ValueError(
                     f"{name} lies between an image and a text; a vision model has no text"
                 )
-            # It checks the options itself.
+            # `create_position` checks the options.
             self.make: Factory = partial(create_position, name)
             self.name, self.option_names = name, position_options(name)
         else:
@@ -174,8 +174,8 @@ class _Encoding:
             self.make, self.name = name, getattr(name, "__name__", repr(name))
             self.option_names = frozenset(parameters)
             # A constructor with ** may pass on options of any name.
-            any_option = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
-            self.checks_options = isinstance(name, type) and not any_option
+            has_kwargs = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
+            self.checks_options = isinstance(name, type) and not has_kwargs
         self.options = place_roles(self.name, on, options, self.option_names)
 
     def __call__(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:

@@ -207,8 +207,8 @@ class TextEmbedding(nn.Module):
         if not strength:
             nn.init.normal_(self.position.weight, std=INIT_STD)
             return
-        # With small positions word order is learned last; with large ones all texts look alike at
-        # first (docs/results/anchors.md).
+        # With small positions word order is learned last; with large positions all texts look alike
+        # at first (docs/results/anchors.md).
         sines = sinusoid(
             torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
         )

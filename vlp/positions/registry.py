@@ -124,7 +124,7 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
 
 
 def list_positions() -> Sequence[str]:
-    """Return the names that `create_position` knows."""
+    """Return the names of all registered encodings, sorted."""
     _load_external()
     return tuple(sorted(_ENCODINGS))
 
