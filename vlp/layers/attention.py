@@ -238,7 +238,7 @@ class Attention(nn.Module):
 
     @property
     def shares_keys(self) -> bool:
-        """Return whether calls may share `project` and pass a part of the queries."""
+        """Return whether calls may share results of `project` and pass a part of the queries."""
         return all(has_fast_path(encoding, "shares_keys") for encoding in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:

@@ -63,8 +63,8 @@ class AnchorPaths(NamedTuple):
         text_mean: mean over patches (Eq. 10), (B, N, G).
         alignment: mean of S over groups, (B, 1 + M, N), 0 for tokens that are no words; None
             without `PathSettings.aligned`.
-        similarity: S of Eq. 3, (B, M, N, G), without a row of [CLS] and in float32 or better; the
-            other tensors have autocast's dtype.
+        similarity: S of Eq. 3, (B, M, N, G), without a row of [CLS] and in float32 or better; under
+            autocast the other tensors have its dtype.
     """
 
     image_path: Tensor

@@ -138,7 +138,8 @@ def count_from_end(gates: Tensor) -> Tensor:
 def interpolate(values: Tensor, positions: Tensor) -> Tensor:
     """Interpolate values linearly between whole positions (Eqs 11, 14; papers.md#sape-s11).
 
-    `values` (..., T, P) are at the positions 0 .. P-1; `positions` (..., T, N) are clamped.
+    `values` (..., T, P) are at the positions 0 .. P-1; `positions` (..., T, N) are at least 0, and
+    beyond P-1 have the last value.
     """
     last = values.shape[-1] - 1
     shape = torch.broadcast_shapes(values.shape[:-1], positions.shape[:-1])

@@ -63,7 +63,7 @@ def sinusoid(
 
 
 def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
-    """Return sinusoids of whole coordinates, sin(w . x) and cos(w . x): MD-Sine.
+    """Return MD-Sine, sinusoids sin(w . x) and cos(w . x) of whole coordinates: (..., channels).
 
     **Reconstruction (papers.md#fourier-f11).** The available text of Appendix C of Li et al. lost
     the formula; its prose 'adapts the original frequencies for each dimension' of a linear
@@ -72,10 +72,7 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
     Args:
         coords: (..., M).
         freqs: w, (channels / 2,) for all coordinates, or (channels / 2, M).
-        layout: see `sinusoid`.
-
-    Returns:
-        (..., channels), dtype as in `sinusoid`.
+        layout: see `sinusoid`, also for the dtype.
     """
     if freqs.ndim not in (1, 2) or (freqs.ndim == 2 and freqs.shape[1] != coords.shape[-1]):
         raise ValueError(
@@ -83,13 +80,13 @@ def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor
             f"(pairs, {coords.shape[-1]} coordinates)"
         )
     dtype = torch.promote_types(coords.dtype, torch.float32)
-    exact, freqs = coords.to(dtype), freqs.to(coords.device, dtype)
+    x, freqs = coords.to(dtype), freqs.to(coords.device, dtype)
     if freqs.ndim == 1:
         # Positions of equal coordinate sums are then equal, which fits the paper's poor result.
-        angles = exact.sum(-1, keepdim=True) * freqs
+        angles = x.sum(-1, keepdim=True) * freqs
     else:
         # Not a matrix product, in which autocast and TF32 would round the angles.
-        angles = (exact.unsqueeze(-2) * freqs).sum(-1)
+        angles = (x.unsqueeze(-2) * freqs).sum(-1)
     out = _waves(angles, layout)
     return out.to(coords.dtype) if coords.is_floating_point() else out
 
