@@ -31,8 +31,8 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.ndim != 2 or not len(weight) or weight.shape[1] != coords.shape[-1]:
         raise ValueError(
-            f"coordinates {tuple(coords.shape)} need a weight (features / 2, {coords.shape[-1]}), "
-            f"not {tuple(weight.shape)}"
+            f"a weight (features / 2, {coords.shape[-1]}) belongs to coordinates "
+            f"{tuple(coords.shape)}, not {tuple(weight.shape)}"
         )
     out_dtype = torch.promote_types(coords.dtype, weight.dtype)
     dtype = torch.promote_types(out_dtype, torch.float32)

@@ -33,7 +33,7 @@ def sequence_angles(
 ) -> Tensor:
     """Return angles position * theta^(-2k/dim) of positions 0, 1, ...: (length, dim/2), radians."""
     if length < 0:
-        raise ValueError(f"a sequence cannot have {length} tokens")
+        raise ValueError(f"a sequence of {length} tokens has no positions")
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     return (positions[:, None] * pair_frequencies(dim, theta)).to(device=device, dtype=dtype)
 
