@@ -296,7 +296,7 @@ def scale(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         make_corpus(Path(scratch), size, ranks // 2)
         # A separate process, to measure the memory of one rank.
-        executor = Executor(1, fresh=True)
+        executor = Executor(1, spawn=True)
         [start] = executor.map(partial(start_rank, Path(scratch), size), [ranks // 2])
     figures = [
         Figure("scale/index_open", start.index, "s"),

@@ -1,4 +1,4 @@
-"""Jobs of the data tools in local processes or on a Ray cluster, and a ledger of results."""
+"""Parallel jobs in local processes or on a Ray cluster, and a ledger of their results."""
 
 from __future__ import annotations
 
@@ -28,29 +28,27 @@ from vlp.io import atomic_write
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-# Jobs submitted for each worker.
-_IN_FLIGHT = 4
-# Set where the command was interrupted or has failed.
-_stopping: Any = threading.Event()
+_JOBS_PER_WORKER = 4  # submitted, not yet yielded
+_stopping: Any = threading.Event()  # the command was interrupted or has failed
 
 
 class WorkStopped(Exception):
-    """Work that nobody waits for any more."""
+    """End of a job in a worker, after the command was interrupted or has failed."""
 
 
-def go_on() -> None:
-    """Raise WorkStopped if the command was interrupted or has failed; all work calls it."""
+def raise_if_stopped() -> None:
+    """Raise WorkStopped if the command was interrupted or has failed; long jobs call it often."""
     if _stopping.is_set():
         raise WorkStopped
 
 
 class Executor:
-    """Local processes, or this one if one is enough; `fresh` spawns them (threads of torch)."""
+    """Local processes, forked or with `spawn` new interpreters (for torch); or this process."""
 
-    def __init__(self, processes: int = os.cpu_count() or 1, fresh: bool = False) -> None:
+    def __init__(self, processes: int = os.cpu_count() or 1, spawn: bool = False) -> None:
         if processes < 1:
             raise ConfigError(f"--processes is {processes}, at least 1")
-        self._processes, self._fresh = processes, fresh
+        self._processes, self._spawn = processes, spawn
 
     def map(
         self,
@@ -62,9 +60,9 @@ class Executor:
     ) -> Iterator[Result]:
         """Yield `work(job)` for each job, in order or as ready; `work` and jobs are picklable.
 
-        Results in the `ledger` are not computed again.
+        Results in the folder `ledger` (see `open_ledger`) are not computed again.
         """
-        return self._results(partial(_do_once, work, ledger) if ledger else work, jobs, ordered)
+        return self._results(partial(_load_or_run, work, ledger) if ledger else work, jobs, ordered)
 
     def _results(
         self, work: Callable[[Job], Result], jobs: Iterable[Job], ordered: bool
@@ -72,20 +70,21 @@ class Executor:
         rest = iter(jobs)
         first = list(islice(rest, self._processes))
         rest = chain(first, rest)
-        if len(first) < (1 if self._fresh else 2):
+        # A single job runs in this process, unless it needs a new interpreter.
+        if len(first) < (1 if self._spawn else 2):
             yield from map(work, rest)
             return
-        context = multiprocessing.get_context("spawn" if self._fresh else "fork")
+        context = multiprocessing.get_context("spawn" if self._spawn else "fork")
         stop = context.Event()
-        pool = ProcessPoolExecutor(len(first), context, _begin, (os.getpid(), stop))
+        pool = ProcessPoolExecutor(len(first), context, _init_worker, (os.getpid(), stop))
 
         def submit(job: Job) -> Future[Result]:
-            # The first one starts processes and a thread.
-            with _ctrl_c_waits():
+            # The first call starts the pool, which cannot be shut down if interrupted half-way.
+            with _defer_sigint():
                 return pool.submit(work, job)
 
         try:
-            yield from _in_flight(submit, rest, len(first), ordered, (BrokenProcessPool,))
+            yield from _submit_all(submit, rest, len(first), ordered, (BrokenProcessPool,))
         except BaseException:
             stop.set()
             raise
@@ -94,13 +93,13 @@ class Executor:
 
 
 class RayExecutor(Executor):
-    """A Ray cluster at `ray://HOST:PORT`, of RAY_ADDRESS, or local; three retries of lost tasks."""
+    """A Ray cluster: `address`, else RAY_ADDRESS, else a local one; lost tasks are retried."""
 
     def __init__(self, address: str | None = None) -> None:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("--executor ray wants Ray: pip install 'vlp[ray]'") from error
+            raise ConfigError("--executor ray needs Ray: pip install 'vlp[ray]'") from error
         self._ray: Any = ray
         if ray.is_initialized():
             return
@@ -111,31 +110,30 @@ class RayExecutor(Executor):
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address, runtime_env=environment, **quiet)
-        # A cluster can be out of reach in many ways.
-        except Exception as error:
+        except Exception as error:  # Ray raises many classes for a cluster out of reach
             raise ConfigError(f"--executor {address or 'ray'}: no cluster ({error})") from error
 
     def _results(
         self, work: Callable[[Job], Result], jobs: Iterable[Job], ordered: bool
     ) -> Iterator[Result]:
         ray, tasks = self._ray, {}
-        shared = ray.put(work)
+        work_reference = ray.put(work)
 
         @ray.remote(num_cpus=1, max_retries=3)
         def call(work: Callable[[Job], Result], job: Job) -> Result:
             return work(job)
 
         def submit(job: Job) -> Future[Result]:
-            task = call.remote(shared, job)
+            task = call.remote(work_reference, job)
             future: Future[Result] = task.future()
             tasks[future] = task
             future.add_done_callback(lambda done: tasks.pop(done, None))
             return future
 
         cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        lost = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
+        crashes = (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError)
         try:
-            yield from _in_flight(submit, jobs, cores, ordered, lost)
+            yield from _submit_all(submit, jobs, cores, ordered, crashes)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         finally:
@@ -145,19 +143,19 @@ class RayExecutor(Executor):
 
 @contextmanager
 def open_ledger(folder: Path) -> Iterator[Path]:
-    """Keep the results of finished jobs in a folder until the command has ended well."""
+    """Yield a (made) folder for results of finished jobs; it is deleted if the block succeeds."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from error
-    # Opening a pickle of another user would run its code.
+    # Unpickling another user's file would run its code.
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder}: belongs to another user; delete it")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _do_once(work: Callable[[Job], Result], ledger: Path, job: Job) -> Result:
+def _load_or_run(work: Callable[[Job], Result], ledger: Path, job: Job) -> Result:
     digest = blake2b(pickle.dumps((__version__, work, job)), digest_size=16)
     path = job if isinstance(job, Path) else getattr(job, "path", None)
     if path is not None and path.is_file():
@@ -172,29 +170,30 @@ def _do_once(work: Callable[[Job], Result], ledger: Path, job: Job) -> Result:
     return result
 
 
-def _in_flight(
+def _submit_all(
     submit: Callable[[Job], Future[Result]],
     jobs: Iterable[Job],
     workers: int,
     ordered: bool,
-    lost: tuple[type[BaseException], ...],
+    crashes: tuple[type[BaseException], ...],
 ) -> Iterator[Result]:
+    """Submit jobs, a few ahead, and yield their results; `crashes` become a ConfigError."""
     rest = iter(jobs)
-    waiting: dict[Future[Result], Job] = {}
+    pending: dict[Future[Result], Job] = {}
     try:
         while True:
-            # A few ahead: jobs hold paths, but results wait for the slowest before them.
-            for job in islice(rest, _IN_FLIGHT * workers - len(waiting)):
-                waiting[submit(job)] = job
-            if not waiting:
+            # Few, as ordered results wait in memory for the slowest before them.
+            for job in islice(rest, _JOBS_PER_WORKER * workers - len(pending)):
+                pending[submit(job)] = job
+            if not pending:
                 return
-            ready = next(iter(waiting))
+            future = next(iter(pending))
             if not ordered:
-                ready = next(iter(wait(waiting, return_when=FIRST_COMPLETED).done))
-            yield ready.result()
-            del waiting[ready]
-    except lost as error:
-        label = shorten(str(next(iter(waiting.values()), "its start")), 200)
+                future = next(iter(wait(pending, return_when=FIRST_COMPLETED).done))
+            yield future.result()
+            del pending[future]
+    except crashes as error:
+        label = shorten(str(next(iter(pending.values()), "its start")), 200)
         raise ConfigError(
             f"a process died at {label}, or soon after it: out of memory, or a crash in a decoder? "
             "Finished shards stay; run the same command again to go on, perhaps with fewer "
@@ -203,11 +202,10 @@ def _in_flight(
 
 
 @contextmanager
-def _ctrl_c_waits() -> Iterator[None]:
-    # A pool that is half started cannot be shut down.
+def _defer_sigint() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT)
+    # None: the handler is not Python's. Only the main thread receives and sets signals.
     if handler is None or threading.current_thread() is not threading.main_thread():
-        # Another language handles it, or the main thread will.
         yield
         return
     signals: list[int] = []
@@ -220,16 +218,16 @@ def _ctrl_c_waits() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def _begin(parent: int, stop: Any) -> None:
-    # Ctrl-C is the parent's to handle.
+def _init_worker(parent: int, stop: Any) -> None:
     global _stopping
     _stopping = stop
+    # The terminal sends Ctrl-C to all processes; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def leave() -> None:
-        # A killed parent tells nobody, and no worker may outlive it.
+    def exit_with_parent() -> None:
+        # A killed parent cannot stop its workers: they poll for it.
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(1)
 
-    threading.Thread(target=leave, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()

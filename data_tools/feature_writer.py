@@ -1,4 +1,4 @@
-"""Features of a frozen image tower, written shard by shard, each under its name once whole."""
+"""Writer of features of a frozen image tower, one file of features and one of codes per shard."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def feature_writer(
     dtype: Literal["float16", "bfloat16"] = "float16",
     precision: Literal["float32", "bf16"] = "float32",
 ) -> FeatureWriter:
-    """Return the writer of a configuration's features; the first of `views` is plain."""
+    """Return the writer of a pretraining configuration's features; see `vlp data features`."""
     settings = config.data.cache
     cache = None if settings is None else ShardCache(settings.folder, settings.limit)
     sources = [
         ShardIndex.open(entry.path, cache, config.data.outages) for entry in config.data.sources
     ]
     device = distributed.default_device()
-    # The tower's random parts, if any, are those of the pretraining.
+    # Random weights of the tower, if any, are then those of the pretraining.
     torch.manual_seed(config.training.seed)
     model = VLPModel(config.model)
     load_start(model, config.init_from)
@@ -68,11 +68,11 @@ def feature_writer(
     preprocessing = Preprocessing(config.model.image.image_size, *config.model.image.statistics)
     side = preprocessing.image_size
 
-    averages = config.model.image.average_hflip
-    plain = encoder.hflip_averaged_tower if averages else encoder.tower
+    average_hflip = config.model.image.average_hflip
+    plain_tower = encoder.hflip_averaged_tower if average_hflip else encoder.tower
 
-    def tower(pixels: Tensor) -> Tensor:
-        states = [plain(pixels[:, 0]), *map(encoder.tower, pixels[:, 1:].unbind(1))]
+    def tower(pixels: Tensor) -> Tensor:  # (B, views, 3, S, S) to (B, views, tokens, width)
+        states = [plain_tower(pixels[:, 0]), *map(encoder.tower, pixels[:, 1:].unbind(1))]
         return torch.stack([encoder.pooled(state) for state in states], dim=1)
 
     with torch.no_grad():
@@ -116,14 +116,14 @@ class SampleBlock(NamedTuple):
 
 
 class Views(NamedTuple):
-    """A block's views: levels (good samples, views, 3, side, side) and codes (samples, views)."""
+    """The views of a block's samples."""
 
-    levels: Tensor
-    codes: Tensor
+    levels: Tensor  # (good samples, views, 3, side, side), uint8
+    codes: Tensor  # (samples, views): PLAIN, FLIPPED, or BAD plus the kind of fault
 
 
 class ViewBlocks(Dataset[Views]):
-    """Dataset of views by block; augmentation depends on the header's seed and on the place."""
+    """Map-style dataset of views by block; augmentation depends on the seed and the sample."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ViewBlocks(Dataset[Views]):
         return len(self._blocks)
 
     def __getitem__(self, number: int) -> Views:
-        """Return a block's views; a bad sample has codes only."""
+        """Return the views of a block; `levels` lacks the bad samples."""
         block, views = self._blocks[number], self._header.views
         codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
         levels = []
@@ -156,7 +156,7 @@ class ViewBlocks(Dataset[Views]):
         return Views(torch.stack(levels) if levels else empty, codes)
 
     def _views(self, block: SampleBlock, sample: int) -> tuple[Tensor, list[int]]:
-        """Return (views, 3, side, side) levels of one sample, and its flipped views."""
+        """Return levels (views, 3, side, side) of a sample, and the indices of flipped views."""
         index, header = self._sources[block.source], self._header
         raw = index.read(block.shard, sample)
         shard = index.shards[block.shard].name
@@ -172,23 +172,23 @@ class ViewBlocks(Dataset[Views]):
         return torch.stack(levels), flipped
 
 
-_AHEAD = 2  # batches prefetched per process
+_PREFETCH = 2  # blocks per process
 # Normalised (B, 3, side, side) to (B, tokens, width).
 Tower = Callable[[Tensor], Tensor]
 
 
-ShardPlace = tuple[int, int]  # (source, shard)
+ShardId = tuple[int, int]  # (source, shard)
 
 
 class Written(NamedTuple):
-    """Numbers of samples with features of this command, and of bad ones among them."""
+    """NameHashes of samples with features of this command, and of bad ones among them."""
 
     samples: int
     bad: int
 
 
 class FeatureWriter:
-    """Writer of the missing shards of a feature folder, with the tower on `device`."""
+    """Writer of the shards that a feature folder lacks; the tower is on `device`."""
 
     def __init__(
         self,
@@ -203,40 +203,37 @@ class FeatureWriter:
         self.sources, self.transform = sources, transform
 
     def write(self, batch: int, workers: int) -> Written:
-        """Write this rank's share of missing shards, `batch` views at once; a collective call."""
+        """Write the missing shards with all ranks, `batch` views at once; returns their total."""
         with ExitStack() as stack:
-            state: tuple[str | None, list[ShardPlace]] = distributed.from_rank_0(
-                self._begin(stack) if distributed.rank() == 0 else None
+            # Rank 0 holds the lock while all ranks write.
+            state: tuple[str | None, list[ShardId]] = distributed.from_rank_0(
+                self._open_folder(stack) if distributed.rank() == 0 else None
             )
             problem, missing = state
             if problem:
                 raise ConfigError(problem)
             return self._write(missing, batch, workers)
 
-    def _write(self, missing: Sequence[ShardPlace], batch: int, workers: int) -> Written:
-        shards_of_rank = missing[distributed.rank() :: distributed.world_size()]
+    def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> Written:
+        shards = missing[distributed.rank() :: distributed.world_size()]
         step = max(1, batch // self.header.views)
-        shards = [self._blocks(*pair, step) for pair in shards_of_rank]
-        blocks = [block for shard in shards for block in shard]
+        blocks_by_shard = [self._blocks(*shard, step) for shard in shards]
+        blocks = [block for shard_blocks in blocks_by_shard for block in shard_blocks]
         loader = DataLoader(
             ViewBlocks(self.header, self.sources, blocks, self.transform),
             batch_size=None,
-            **worker_settings(workers, _AHEAD),
+            **worker_settings(workers, _PREFETCH),
         )
         bad, total = 0, sum(len(block.samples) for block in blocks)
-        with (
-            open_loader(loader) as views,
-            tqdm(
-                total=total, unit="image", disable=None if distributed.rank() == 0 else True
-            ) as bar,
-        ):
-            for pair, shard in zip(shards_of_rank, shards):
-                bad += self._write_shard(*pair, islice(views, len(shard)), bar)
+        quiet = None if distributed.rank() == 0 else True  # None: quiet without a terminal
+        with open_loader(loader) as views, tqdm(total=total, unit="image", disable=quiet) as bar:
+            for shard, shard_blocks in zip(shards, blocks_by_shard):
+                bad += self._write_shard(*shard, islice(views, len(shard_blocks)), bar)
         counts = distributed.gather_to_all(Written(total, bad))
         return Written(*map(sum, zip(*counts)))
 
-    def _begin(self, stack: ExitStack) -> tuple[str | None, list[ShardPlace]]:
-        """Lock the folder; return its problem, if any, and the missing (source, shard) pairs."""
+    def _open_folder(self, stack: ExitStack) -> tuple[str | None, list[ShardId]]:
+        """Lock the folder; return its problem (or None) and the missing shards."""
         try:
             stack.enter_context(FolderLock(self.folder))
             if (self.folder / HEADER_NAME).exists():
@@ -266,39 +263,41 @@ class FeatureWriter:
         return file_paths(self.folder, source, self.sources[source].shards[shard].name)
 
     def _write_shard(self, source: int, shard: int, blocks: islice[Views], bar: tqdm) -> int:
-        """Write both files of a shard, the features last; returns how many samples are bad."""
+        """Write both files of a shard; returns the number of bad samples."""
         header, bad = self.header, 0
         shape = self.sources[source].shards[shard].samples, header.views
-        features, codes = self._paths(source, shard)
+        features_path, codes_path = self._paths(source, shard)
+        # Committed last, the file of features shows that the shard is complete.
         with (
-            atomic_write(features, durable=True, error=ConfigError) as rows,
-            atomic_write(codes, durable=True, error=ConfigError) as views,
+            atomic_write(features_path, durable=True, error=ConfigError) as features,
+            atomic_write(codes_path, durable=True, error=ConfigError) as codes,
         ):
-            rows.write(npy_header(FILE_DTYPES[header.dtype], (*shape, header.tokens, header.width)))
-            views.write(npy_header(CODE_DTYPE, shape))
+            file_shape = (*shape, header.tokens, header.width)
+            features.write(npy_header(FILE_DTYPES[header.dtype], file_shape))
+            codes.write(npy_header(CODE_DTYPE, shape))
             for block in blocks:
-                rows.write(self._rows(block).numpy())
-                views.write(block.codes.numpy())
+                features.write(self._encode(block).numpy())
+                codes.write(block.codes.numpy())
                 bad += int((block.codes[:, 0] >= BAD).sum())
                 bar.update(len(block.codes))
         return bad
 
-    def _rows(self, block: Views) -> Tensor:
-        """Return the bits of (samples, views, tokens, width) features, zeros of bad samples."""
+    def _encode(self, block: Views) -> Tensor:
+        """Return features (samples, views, tokens, width) as int16 bits; 0 for bad samples."""
         header = self.header
-        rows = torch.zeros(*block.codes.shape, header.tokens, header.width, dtype=torch.int16)
+        bits = torch.zeros(*block.codes.shape, header.tokens, header.width, dtype=torch.int16)
         good = block.codes[:, 0] < BAD
         if not good.any():
-            return rows
+            return bits
         pixels = self.transform.preprocessing.normalise(block.levels.to(self.device))
         use_bf16 = header.precision == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, use_bf16):
             states = self.tower(pixels)
-        stored = states.to(getattr(torch, header.dtype)).cpu()
-        if not stored.isfinite().all():
+        features = states.to(getattr(torch, header.dtype)).cpu()
+        if not features.isfinite().all():
             raise ConfigError(
                 f"a feature is {float(states.abs().max()):.3g}, which {header.dtype} cannot hold; "
                 "use --dtype bfloat16"
             )
-        rows[good] = stored.view(torch.int16)
-        return rows
+        bits[good] = features.view(torch.int16)
+        return bits

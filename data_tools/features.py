@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from typer import Option
 
@@ -12,21 +12,16 @@ from vlp.command_line import ImageTower, Overrides, TextTower, tower_overrides
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import set_limits
 
-if TYPE_CHECKING:
-    from data_tools.feature_writer import FeatureWriter, Written
-
 
 def features(
     config: Annotated[Path, File(help="pretraining's")],
     out: Out,
-    views: Annotated[int, Option(metavar="K", help="of each image; the first is plain")] = 1,
+    views: Annotated[int, Option(metavar="K", help="per image; all but one are augmented")] = 1,
     dtype: Annotated[Literal["float16", "bfloat16"], Option(help="of the features")] = "float16",
     precision: Annotated[
         Literal["float32", "bf16"], Option(help="of the tower's pass")
     ] = "float32",
-    batch: Annotated[
-        int, N(help="views held at once, one of each image to a pass of the tower")
-    ] = 64,
+    batch: Annotated[int, N(help="views in memory; the tower encodes one per image at once")] = 64,
     image_tower: ImageTower = None,
     text_tower: TextTower = None,
     overrides: Overrides = None,
@@ -36,11 +31,12 @@ def features(
         vlp data features --config configs/pretrain/FILE.yaml --out features/train --views 4
         torchrun --nproc_per_node 2 -m data_tools features --config FILE --out FOLDER
 
-    Reads the shards, the tower and the augmentation that a pretraining configuration names. View 0
-    is prepared as evaluation does, the others are augmented. Train with data.features=FOLDER. An
-    interrupted command goes on with the missing shards; the ranks of torchrun share them.
+    Reads the shards, the tower and the augmentation of a pretraining configuration. View 0 is
+    prepared as in evaluation, the others are augmented. Train with data.features=FOLDER. After an
+    interruption the same command writes the missing shards. Ranks of torchrun share the work.
     """
-    from data_tools.feature_writer import feature_writer  # help does not wait for PyTorch
+    # Imported here, so that --help does not wait for PyTorch.
+    from data_tools.feature_writer import feature_writer
     from vlp import distributed
     from vlp.training.config import PretrainConfig
     from vlp.training.engines.environment import advise
@@ -56,14 +52,11 @@ def features(
         writer = feature_writer(settings, out, views, dtype, precision)
         written = writer.write(batch, settings.data.workers)
         if distributed.rank() == 0:
-            print(_summary(writer, written))
+            header = writer.header
+            size = 2 * written.samples * header.views * header.tokens * header.width
+            print(
+                f"{out}: {written.samples} images x {header.views} views of {header.tokens} x "
+                f"{header.width} written, {size / 2**30:.2f} GiB; {written.bad} images cannot be "
+                "read"
+            )
     return 0
-
-
-def _summary(writer: FeatureWriter, written: Written) -> str:
-    header = writer.header
-    size = 2 * written.samples * header.views * header.tokens * header.width
-    return (
-        f"{writer.folder}: {written.samples} images x {header.views} views of {header.tokens} x "
-        f"{header.width} written, {size / 2**30:.2f} GiB; {written.bad} images cannot be read"
-    )

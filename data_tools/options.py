@@ -1,4 +1,4 @@
-"""Options that many data tools share; a dataclass parameter stands for an option per field."""
+"""Options that data tools share: types of parameters, and dataclasses with an option per field."""
 
 from __future__ import annotations
 
@@ -24,45 +24,39 @@ Images = Annotated[
 ]
 Splits = Annotated[list[str] | None, Option(metavar="SPLIT", help="only these (default: all)")]
 MaxWords = Annotated[int, N(help="drop captions of more words")]
-# CC12M's own limit.
-MAX_WORDS = 256
+MAX_WORDS = 256  # as CC12M's own filter
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """Where the work is done, and by how many processes."""
+    """Executor of a tool's jobs."""
 
-    processes: Annotated[
-        int, Option(metavar="N", help="shards that are worked on at the same time")
-    ] = os.cpu_count() or 1
+    # Not `N`: modules of derived classes, where annotations are evaluated, may not import it.
+    processes: Annotated[int, Option(metavar="N", help="of --executor local")] = os.cpu_count() or 1
     executor: Annotated[
         str, Option(metavar="WHERE", envvar="VLP_EXECUTOR", help="local, ray or ray://HOST:PORT")
     ] = "local"
 
     def workers(self) -> Executor:
-        """Return the executor that the command line asks for."""
+        """Return the executor of these options."""
         local = Executor(self.processes)
         if self.executor == "ray" or self.executor.startswith("ray://"):
             return RayExecutor(None if self.executor == "ray" else self.executor)
         if self.executor != "local":
-            raise ConfigError(f"--executor {self.executor}: local, ray or ray://HOST:PORT")
+            raise ConfigError(f"--executor {self.executor}: use local, ray or ray://HOST:PORT")
         return local
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(WorkerOptions):
-    """How shards are built, the same for all converters."""
+    """Options of all converters: how shards are built."""
 
-    samples_per_shard: Annotated[
-        int, N(help="at most so many samples whose images are there in one tar")
-    ] = 1000
+    samples_per_shard: Annotated[int, N(help="samples in a tar, without missing images")] = 1000
     max_side: Annotated[
         int | None,
         Option(metavar="PIXELS", help="reduce larger images to this longest side, and their boxes"),
     ] = None
-    quality: Annotated[
-        int, Option(help="of JPEG that must be written anew: turned, reduced or of another kind")
-    ] = 90
+    quality: Annotated[int, Option(help="of JPEGs, where an image must be re-encoded")] = 90
     licence: Annotated[
         str | None,
         Option("--licence", "--license", help="in manifest.json (default: the data set's own)"),
@@ -70,19 +64,17 @@ class BuildOptions(WorkerOptions):
     take_down: Annotated[
         Path | None,
         File(
-            help="leave these samples out: one key, image id or URL a line; a longer list writes "
-            "only the shards that held one anew"
+            help="leave these samples out: one key, image id or URL a line; if the list changes, "
+            "only shards with such samples are written again"
         ),
     ] = None
-    retry: Annotated[
-        bool, Option("--retry", help="try images again that failed in an earlier run")
-    ] = False
+    retry: Annotated[bool, Option("--retry", help="try failed images again")] = False
     replace: Annotated[
         bool,
         Option(
             "--replace",
-            help="build anew in a folder that holds other shards (default: they are an error); "
-            "those are deleted when the new ones are whole",
+            help="build in a folder that holds other shards (default: an error), and delete those "
+            "when the new ones are finished",
         ),
     ] = False
 
@@ -95,28 +87,28 @@ class BuildOptions(WorkerOptions):
 
 
 def at_least_1(**numbers: int | None) -> None:
-    """Refuse options below 1, given by name."""
+    """Refuse numbers below 1; the message has the option of the keyword."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}, at least 1")
 
 
 def command_of(function: Callable[..., int]) -> Callable[..., int]:
-    """Return a function for typer with the fields of dataclass parameters as options."""
+    """Return a function for typer: fields of dataclass parameters become parameters themselves."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        kind = parameter.annotation
-        if is_dataclass(kind) and isinstance(kind, type):
-            groups[name] = kind
-            parameters = inspect.signature(kind, eval_str=True).parameters.values()
+        group = parameter.annotation
+        if is_dataclass(group) and isinstance(group, type):
+            groups[name] = group
+            parameters = [*inspect.signature(group, eval_str=True).parameters.values()]
         else:
-            parameters = (parameter,)  # type: ignore[assignment]
+            parameters = [parameter]
         options += [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in parameters]
 
     def command(**values: Any) -> int:
-        for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         return function(**values)
 
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]

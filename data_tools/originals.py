@@ -1,4 +1,4 @@
-"""Images of a raw data set by file name, wherever they lie: folders, tars or zips."""
+"""Images of a raw data set by file name, in folders, tars and zips."""
 
 from __future__ import annotations
 
@@ -26,106 +26,101 @@ from vlp.data.shards.tar import read_members
 from vlp.lock import FolderLock
 
 TOO_MUCH = f"unpacks to more than {MAX_UNPACKED_RATIO} times its size; unpack it yourself"
-SUFFIXES = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
+COMPRESSED_TARS = (".tar.xz", ".tar.gz", ".tar.bz2", ".txz", ".tgz", ".tbz2")
 _PREFIX, _LOCK = ".unpacked-", ".unpacking-"
-_STARTS = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
+_MAGIC = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 
 @contextmanager
-def unpacked(paths: Sequence[Path], room: Path) -> Iterator[list[Path]]:
-    """Yield the places with compressed tars replaced by plain ones, unpacked into `room`."""
-    with unpacking_room(room) as folder:
-        yield list(_plain(paths, folder))
+def unpack_archives(paths: Sequence[Path], parent: Path) -> Iterator[list[Path]]:
+    """Yield the paths with compressed tars, also those in folders, unpacked below `parent`."""
+    with scratch_folder(parent) as scratch:
+        yield list(_unpack_tars(paths, scratch))
 
 
 @contextmanager
-def unpacking_room(room: Path) -> Iterator[Path]:
-    """Yield a temporary folder in `room`, as `unpacked` uses it."""
-    with FolderLock(room, _LOCK):
-        # A killed run could not remove its own.
-        for leftover in room.glob(f"{_PREFIX}*"):
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Yield a temporary folder in a locked `parent`, and remove what a killed run left there."""
+    with FolderLock(parent, _LOCK):
+        for leftover in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=room) as folder:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as folder:
             yield Path(folder)
 
 
-def _plain(paths: Sequence[Path], folder: Path) -> Iterator[Path]:
+def _unpack_tars(paths: Sequence[Path], scratch: Path) -> Iterator[Path]:
     for path in paths:
-        candidates = [path]
+        tars = [path]
         if path.is_dir():
             yield path
-            candidates = sorted(entry for entry in path.iterdir() if entry.name.endswith(SUFFIXES))
-        for candidate in candidates:
-            yield plain_file(candidate, folder, f"{candidate.name}.tar")
+            tars = sorted(entry for entry in path.iterdir() if entry.name.endswith(COMPRESSED_TARS))
+        for tar in tars:
+            yield plain_file(tar, scratch, f"{tar.name}.tar")
 
 
 _SOURCES: dict[Path, str] = {}  # of temporary files
 
 
-def shown(path: Path) -> str:
-    """Return a path for messages; of a temporary file that of the archive it comes from."""
+def display_path(path: Path) -> str:
+    """Return a path for messages: a temporary file's source (`register_temporary`), else itself."""
     return _SOURCES.get(path, str(path))
 
 
-def temporary_file(path: Path, source: str) -> Path:
-    """Return the path of a temporary file, for which messages show its source."""
+def register_temporary(path: Path, source: str) -> Path:
+    """Let messages show `source`, an archive's member, for a temporary file; returns its path."""
     _SOURCES[path] = source
     return path
 
 
-def plain_file(path: Path, folder: Path, name: str) -> Path:
-    """Return a file itself, or its uncompressed content as a file of that name in `folder`."""
-    opener = _opener(path)
+def plain_file(path: Path, scratch: Path, name: str) -> Path:
+    """Return a file that is not compressed itself, else a file `name` below `scratch` unpacked."""
+    if not path.is_file():
+        return path
+    # Suffixes are no guide: files from the web often have a wrong one.
+    with open(path, "rb") as file:
+        start = file.read(8)
+    opener = next((opener for magic, opener in _MAGIC.items() if start.startswith(magic)), None)
     if opener is None:
         return path
-    # Two files may have one name; a folder of its own keeps each apart.
-    target = temporary_file(Path(tempfile.mkdtemp(dir=folder), name), shown(path))
+    # In a new folder, as several files may have one name.
+    target = register_temporary(Path(tempfile.mkdtemp(dir=scratch), name), display_path(path))
     _unpack(path, opener, target)
     return target
 
 
-def most_unpacked(archive: Path) -> int:
-    """Return how many bytes may come out of a compressed file, at least 64 MiB."""
+def max_unpacked_bytes(archive: Path) -> int:
+    """Return the limit of a compressed file's content in bytes, at least 64 MiB."""
     return max(2**26, MAX_UNPACKED_RATIO * archive.stat().st_size)
-
-
-def _opener(path: Path) -> Any:
-    # By its first bytes, as files of the web often have another suffix.
-    if not path.is_file():
-        return None
-    with open(path, "rb") as file:
-        start = file.read(8)
-    return next((opener for magic, opener in _STARTS.items() if start.startswith(magic)), None)
 
 
 def _unpack(archive: Path, opener: Any, target: Path) -> None:
     try:
         source: IO[bytes]
         with opener(archive, "rb") as source, open(target, "wb") as file:
-            most = most_unpacked(archive)
+            remaining = max_unpacked_bytes(archive)
             while block := source.read(1 << 20):
-                most -= file.write(block)
-                if most < 0:
-                    raise ConfigError(f"{shown(archive)}: {TOO_MUCH}")
+                remaining -= file.write(block)
+                if remaining < 0:
+                    raise ConfigError(f"{display_path(archive)}: {TOO_MUCH}")
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(
-            f"{shown(archive)}: a damaged archive ({error}); download it again"
+            f"{display_path(archive)}: a damaged archive ({error}); download it again"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{shown(archive)}: cannot be unpacked into {target.parents[2]} ({error}); where it is "
-            "too large, unpack it elsewhere and name the folder"
+            f"{display_path(archive)}: cannot be unpacked into {target.parents[2]} ({error}); if "
+            "the disk is too small, unpack it elsewhere and name the folder"
         ) from error
 
 
 DEPTH = 2  # levels of subfolders (`ab/cd/image.jpg`)
 
-# Those that are not decoded are counted as unreadable.
+# Formats that cannot be decoded count as unreadable images, not as other files.
 IMAGE_SUFFIXES = (*IMAGES, ".tif", ".tiff", ".heic", ".avif")
 
 
 class ImageLocation(NamedTuple):
-    """Location of the bytes of one image: a file, a part of a tar, or a member of a zip."""
+    """Location of an image's bytes: a file, a range of bytes in a tar, or a member of a zip."""
 
     path: Path
     offset: int = 0
@@ -133,12 +128,12 @@ class ImageLocation(NamedTuple):
     member: str | None = None
 
     def read(self) -> bytes:
-        """Return the bytes; BadSample if they can no longer be read."""
+        """Return the bytes; raises BadSample."""
         try:
             if self.member is not None:
                 archive = _zip(self.path)
                 info = archive.getinfo(self.member)
-                # The others give out all that a block holds, whatever is asked for.
+                # Other decompressors have no limit: one block may unpack to gigabytes.
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise ValueError(f"{self.member} is compressed by method {info.compress_type}")
                 self._require_small(info.file_size)
@@ -150,15 +145,14 @@ class ImageLocation(NamedTuple):
                 self._require_small(len(data))
         except BadSample:
             raise
-        # zipfile raises a dozen kinds for damaged members.
-        except Exception as error:
+        except Exception as error:  # zipfile raises a dozen classes for damaged members
             raise BadSample("unreadable image", f"{self} ({error})") from error
         if self.size is not None and len(data) != self.size:
             raise BadSample("unreadable image", f"{self}: cut off at byte {self.offset}")
         return data
 
     def __str__(self) -> str:
-        return shown(self.path)
+        return display_path(self.path)
 
     def _require_small(self, size: int) -> None:
         if size > MAX_IMAGE_BYTES:
@@ -166,34 +160,36 @@ class ImageLocation(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """Place of a file in a container: its folder in there, and its bytes in a tar."""
+    """Location of a file: index of its folder or archive, folder within it, and bytes in a tar."""
 
     container: int
     folder: str
-    offset: int
+    offset: int  # or IN_FOLDER, _IN_ZIP
     size: int
 
 
-_Match = tuple[str, FileEntry]  # name, place
+_Match = tuple[str, FileEntry]  # base name, location
 
 
 class Originals:
     """Images by name in folders (two levels deep) and the tars and zips in them.
 
-    A whole path counts, in the first place that has it; a base name only if it is unique and its
-    folder is nowhere.
+    A path matches the same path in the first of the `roots` that has it, else a path with the same
+    end. A base name alone matches if it is unique and the folder in the name does not exist.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.problems: list[str] = []
-        self._containers: list[Path] = []
-        self._by_name: dict[str, FileEntry] = {}
+        self._containers: list[Path] = []  # folders and archives
+        self._by_name: dict[str, FileEntry] = {}  # the first file of a base name
+        # Further files of a base name, by container and folder.
         self._duplicates: dict[str, dict[tuple[int, str], FileEntry]] = {}
+        # By base name and folder part: see `_index_by_folder`.
         self._by_part: dict[str, dict[str, list[_Match]]] = {}
-        self._alone: dict[_Match, str] = {}
-        self._folded: dict[str, list[str]] | None = None
-        self._folders: set[tuple[int, str]] = set()
-        self._held: dict[str, bool] = {}
+        self._folder_of_match: dict[_Match, str] = {}
+        self._folded_names: dict[str, list[str]] | None = None
+        self._folders: set[tuple[int, str]] = set()  # with images, by container
+        self._has_folder: dict[str, bool] = {}
         for root in roots:
             if root.is_dir():
                 self._add_folder(root)
@@ -203,18 +199,18 @@ class Originals:
                 raise ConfigError(f"{root}: no such folder, tar or zip of images")
 
     def find(self, name: str) -> ImageLocation | None:
-        """Find an image by file name, perhaps with folders; None if missing."""
+        """Find an image by file name, perhaps with folders; None if missing or ambiguous."""
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
         if folder and (entry := self._exact(base, folder)) is not None:
-            return self._location(*self._claimed((base, entry), folder))
-        # Case and accents count where they distinguish files.
-        located = self._select([base], folder, str)
-        located = located or self._select(self._variants(base), folder, fold_case)
-        return None if located is None else self._location(*located)
+            return self._location(*self._claim((base, entry), folder))
+        # Ignore case and accents only without a match that has the same ones.
+        match = self._select([base], folder, str)
+        match = match or self._select(self._variants(base), folder, fold_case)
+        return None if match is None else self._location(*match)
 
     def _exact(self, base: str, folder: str) -> FileEntry | None:
-        """Return the file of a whole path in the first place that has it."""
+        """Return the file of exactly this path in the first container that has it."""
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         if first is not None and first.folder == folder:
             return first
@@ -222,35 +218,36 @@ class Originals:
         return next((more[position] for position in positions if position in more), None)
 
     def _select(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Match | None:
-        """Return the place with the same end of its folder, else the only one."""
+        """Return the file in a folder with the same end, else the only file of the base names."""
         if folder:
-            near = (match for name in names for match in self._of_folder(name, folder))
-            agreeing = [match for match in near if self._agrees(match[1], form(folder), form)]
-            if agreeing:
-                match = self._unique(agreeing)
-                return None if match is None else self._claimed(match, folder)
-            if not names or self._holds_folder(folder):
+            candidates = (match for name in names for match in self._candidates(name, folder))
+            same_end = [match for match in candidates if self._is_in(match[1], form(folder), form)]
+            if same_end:
+                match = self._unique(same_end)
+                return None if match is None else self._claim(match, folder)
+            if not names or self._contains_folder(folder):
                 return None
         matches = [match for name in names for match in self._of_name(name)]
         if not folder:
             return self._unique([match for match in matches if not match[1].folder] or matches)
-        # Two names with folders of their own are two files, of which one alone is there.
+        # A list that names a/1.jpg and b/1.jpg means two files: if only one 1.jpg exists, it stands
+        # for the first of these names.
         match, folder = self._unique(matches), composed(folder)
-        if match is None or not ends_alike(self._alone.setdefault(match, folder), folder):
+        if match is None or not ends_alike(self._folder_of_match.setdefault(match, folder), folder):
             return None
         return match
 
-    def _claimed(self, match: _Match, folder: str) -> _Match:
-        """Reserve a file for rows that name its folder: other folders' rows mean other files."""
+    def _claim(self, match: _Match, folder: str) -> _Match:
+        """Note a file's folder in the list: its base name in other folders means other files."""
         folder = composed(folder)
-        previous = self._alone.get(match, folder)
-        self._alone[match] = folder
+        previous = self._folder_of_match.get(match, folder)
+        self._folder_of_match[match] = folder
         if not ends_alike(previous, folder):
             self._add_problem(f"{self._location(*match)} was taken for {previous}/{match[0]}")
         return match
 
     def _unique(self, matches: list[_Match]) -> _Match | None:
-        # Copies of one image may lie in several folders.
+        # Several files are one image if their bytes are equal.
         if len(matches) < 2:
             return matches[0] if matches else None
         first = self._location(*matches[0])
@@ -262,23 +259,24 @@ class Originals:
         return None
 
     def _add_problem(self, problem: str) -> None:
-        if len(self.problems) < _MOST_PROBLEMS and problem not in self.problems:
+        if len(self.problems) < _MAX_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
 
     def _of_name(self, base: str) -> list[_Match]:
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         return [] if first is None else [(base, entry) for entry in (first, *more.values())]
 
-    def _of_folder(self, base: str, folder: str) -> list[_Match]:
-        # A data set of thousands of folders may have a `0.jpg` in each.
-        if len(self._duplicates.get(base, ())) < _MANY:
+    def _candidates(self, base: str, folder: str) -> list[_Match]:
+        """Return the files of a base name that may lie in a folder."""
+        # Thousands of folders may each have a `0.jpg`: an index avoids to compare with all.
+        if len(self._duplicates.get(base, ())) < _MIN_INDEXED:
             return self._of_name(base)
         if base not in self._by_part:
-            self._by_part[base] = self._index(self._of_name(base))
+            self._by_part[base] = self._index_by_folder(self._of_name(base))
         return self._with_last_part(self._by_part[base], folder)
 
-    def _index(self, matches: Iterable[_Match]) -> dict[str, list[_Match]]:
-        """Return places by each folded part of their folder, and all of them under `""`."""
+    def _index_by_folder(self, matches: Iterable[_Match]) -> dict[str, list[_Match]]:
+        """Return files by each folded part of their folder, and all of them under `""`."""
         index = defaultdict(list)
         for match in matches:
             folder = match[1].folder or self._containers[match[1].container].stem
@@ -287,8 +285,8 @@ class Originals:
         return index
 
     def _with_last_part(self, index: dict[str, list[_Match]], folder: str) -> list[_Match]:
-        # A folder may also agree with parts of the container's own path.
         last = fold_case(folder).rpartition("/")[2]
+        # Parts of the container's own path match, too, and the index lacks them.
         return index.get("" if last in self._container_parts else last, [])
 
     @cached_property
@@ -298,19 +296,21 @@ class Originals:
 
     @cached_property
     def _folder_index(self) -> dict[str, list[_Match]]:
-        return self._index(("", FileEntry(*pair, 0, 0)) for pair in self._folders)
+        return self._index_by_folder(("", FileEntry(*pair, 0, 0)) for pair in self._folders)
 
     def _variants(self, base: str) -> list[str]:
-        # Most names are in lower case, and need no entry.
-        if self._folded is None:
-            self._folded = defaultdict(list)
+        """Return the base names that differ from `base` in case and accents at most."""
+        # Names that are equal to their folded form, the most, need no entry.
+        if self._folded_names is None:
+            self._folded_names = defaultdict(list)
             for name in self._by_name:
-                if (form := fold_case(name)) != name:
-                    self._folded[form].append(name)
-        form = fold_case(base)
-        return [*self._folded.get(form, ()), *([form] if form in self._by_name else ())]
+                if (folded := fold_case(name)) != name:
+                    self._folded_names[folded].append(name)
+        folded = fold_case(base)
+        return [*self._folded_names.get(folded, ()), *([folded] if folded in self._by_name else ())]
 
-    def _agrees(self, entry: FileEntry, target: str, form: Callable[[str], str]) -> bool:
+    def _is_in(self, entry: FileEntry, target: str, form: Callable[[str], str]) -> bool:
+        """Return whether a file's folder ends like the folder `target`, or lies below it."""
         folder, container = form(entry.folder), self._containers[entry.container]
         qualified = form(f"{container.stem}/{entry.folder}".rstrip("/"))
         return (
@@ -319,20 +319,17 @@ class Originals:
             or f"/{target}/" in f"/{form(container.as_posix())}/{folder}/"
         )
 
-    def _holds_folder(self, folder: str) -> bool:
-        # However its case and accents: a folder that lacks the image is not another one.
-        if folder not in self._held:
+    def _contains_folder(self, folder: str) -> bool:
+        """Return whether a folder with images is called so, whatever its case and accents."""
+        if folder not in self._has_folder:
             target, matches = fold_case(folder), self._with_last_part(self._folder_index, folder)
-            self._held[folder] = any(self._agrees(e, target, fold_case) for _, e in matches)
-        return self._held[folder]
+            self._has_folder[folder] = any(self._is_in(e, target, fold_case) for _, e in matches)
+        return self._has_folder[folder]
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of an image, None if missing; raises BadSample."""
         location = self.find(name)
         return None if location is None else location.read()
-
-    def __len__(self) -> int:
-        return len(self._by_name) + sum(map(len, self._duplicates.values()))
 
     def _location(self, name: str, entry: FileEntry) -> ImageLocation:
         path = self._containers[entry.container]
@@ -347,11 +344,11 @@ class Originals:
         archives = []
         self._containers.append(folder)
         number = len(self._containers) - 1
-        for inside, name in _listed(folder, "", DEPTH):
+        for subfolder, name in _list_files(folder, "", DEPTH):
             if name.lower().endswith(_ARCHIVES):
-                archives.append(folder / inside / name)
+                archives.append(folder / subfolder / name)
             else:
-                self._add(name, FileEntry(number, inside, IN_FOLDER, 0))
+                self._add(name, FileEntry(number, subfolder, IN_FOLDER, 0))
         for archive in archives:
             self._add_archive(archive)
 
@@ -366,9 +363,9 @@ class Originals:
             return
         members, problem = read_members(path, MAX_ARCHIVE_MEMBERS)
         if problem and not members:
-            raise ConfigError(f"{shown(path)}: neither a readable tar nor a zip ({problem})")
+            raise ConfigError(f"{display_path(path)}: neither a readable tar nor a zip ({problem})")
         if problem:
-            self.problems.append(f"{shown(path)}: {problem}")
+            self.problems.append(f"{display_path(path)}: {problem}")
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             self._add(name, FileEntry(number, sys.intern(folder), member.offset, member.size))
@@ -376,48 +373,47 @@ class Originals:
     def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
         try:
             infos = _zip(path).infolist()
-        # Of any field of its directory.
-        except Exception as error:
+        except Exception as error:  # zipfile raises a dozen classes for a damaged directory
             raise ConfigError(
-                f"{shown(path)}: a damaged zip ({error}); download it again"
+                f"{display_path(path)}: a damaged zip ({error}); download it again"
             ) from error
         if len(infos) > MAX_ARCHIVE_MEMBERS:
-            raise ConfigError(f"{shown(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}")
+            raise ConfigError(
+                f"{display_path(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}"
+            )
         return infos
 
     def _add(self, name: str, entry: FileEntry) -> None:
-        if name.lower().endswith(_BESIDE):
+        if name.lower().endswith(_SIDE_FILES):
             return
-        # A folder of other files says nothing about where an image should be.
         if name.lower().endswith(IMAGE_SUFFIXES):
             self._folders.add((entry.container, entry.folder))
-        # Of two members of a tar with one name the later one counts, as when it is unpacked.
+        # If a tar has two members of one path, the later one counts, as in unpacking.
         if name not in self._by_name or self._by_name[name][:2] == entry[:2]:
             self._by_name[name] = entry
         else:
             self._duplicates.setdefault(name, {})[entry[:2]] = entry
 
 
-_MOST_PROBLEMS = 20
-_MANY = 16  # files of one name, which are indexed
+_MAX_PROBLEMS = 20
+_MIN_INDEXED = 16  # files of one base name
 
 # In place of an offset.
 IN_FOLDER, _IN_ZIP = -1, -2
 _ARCHIVES = (".tar", ".zip")
-# Other files are skipped, as remembering them would take memory.
-_BESIDE = (".txt", ".json", ".parquet", ".csv")
+_SIDE_FILES = (".txt", ".json", ".parquet", ".csv")  # not remembered, to save memory
 
 
-def _listed(folder: Path, inside: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield files below a folder in order of names: the folders in between, and the name."""
-    deeper = []
-    for entry in sorted(os.scandir(folder / inside), key=lambda entry: entry.name):
+def _list_files(folder: Path, subfolder: str, depth: int) -> Iterator[tuple[str, str]]:
+    """Yield (subfolder, name) of the files of a folder, in order of names, then of its folders."""
+    folders = []
+    for entry in sorted(os.scandir(folder / subfolder), key=lambda entry: entry.name):
         if entry.is_dir():
-            deeper.append(entry.name)
+            folders.append(entry.name)
         elif not entry.name.startswith("."):
-            yield sys.intern(inside), entry.name
-    for name in deeper if depth else ():
-        yield from _listed(folder, f"{inside}/{name}" if inside else name, depth - 1)
+            yield sys.intern(subfolder), entry.name
+    for name in folders if depth else ():
+        yield from _list_files(folder, f"{subfolder}/{name}" if subfolder else name, depth - 1)
 
 
 @lru_cache(maxsize=8)

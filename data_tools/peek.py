@@ -1,4 +1,4 @@
-"""Contact sheets: small images of samples in a grid, with their captions under them."""
+"""`vlp data peek`: a contact sheet of samples, with captions under the images."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def peek(
     count: Annotated[int, N(help="samples")] = 36,
     seed: Annotated[int, Option(help="of the random choice")] = 0,
     first: Annotated[bool, Option("--first", help="the first samples instead")] = False,
-    boxes: Annotated[bool, Option("--boxes", help="frame the boxes of expressions")] = False,
+    boxes: Annotated[bool, Option("--boxes", help="draw the boxes of expressions")] = False,
 ) -> int:
-    """Draw some samples of a folder of shards as one image: thumbnails with their captions.
+    """Draw samples of a folder of shards into one image: thumbnails with their captions.
 
         python -m data_tools peek shards/cc3m --out sheet.png
         python -m data_tools peek shards/refcoco --out sheet.png --boxes --count 24 --seed 3
@@ -55,7 +55,7 @@ def peek(
 
 
 def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
-    """Choose shards and sample numbers, in order, each once; the first ones without a seed."""
+    """Return (shard, sample number) of random samples in order; of the first without a seed."""
     count = min(count, table.total)
     if seed is None:
         indices = np.arange(count)
@@ -72,25 +72,18 @@ _WIDTH, _LINE = 2.4, 0.15  # inches: side of a card's image, height of a line be
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2")
 
 
-class LabelledBox(NamedTuple):
-    """A box [x, y, width, height] in pixels of the stored image, and its label."""
-
-    box: Sequence[float]
-    text: str
-
-
 class Card(NamedTuple):
-    """One sample; without an image, `problem` says why."""
+    """A sample to draw; without an image, `problem` says why."""
 
     title: str
     image: Image.Image | None
     texts: Sequence[str] = ()
-    boxes: Sequence[LabelledBox] = ()
+    boxes: Sequence[tuple[Sequence[float], str]] = ()  # [x, y, width, height] in pixels, label
     problem: str = ""
 
 
 def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
-    """Return a sample's card, with boxes of its expressions or its `boxes`, or with its fault."""
+    """Return a sample's card; `boxes` adds its expressions' boxes, or else its objects'."""
     texts: list[str] = []
     title = f"{index.shards[shard].name}, sample {number}"
     try:
@@ -98,15 +91,18 @@ def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False)
         title, texts = sample.key, captions_of(sample.annotation)
         image = decode_image(sample.image, sample.where)
         if sample.second_image is not None:
-            image = _beside(image, decode_image(sample.second_image, sample.where))
+            image = _concatenate(image, decode_image(sample.second_image, sample.where))
     except BadSample as bad:
         return Card(title, None, (bad.where.rpartition("/")[2], *texts), problem=bad.kind)
-    labelled = _labelled_boxes(sample.annotation) if boxes else []
-    return Card(title, image, _texts(sample.annotation), labelled)
+    annotation = sample.annotation
+    labelled_boxes = [(item.box, item.text) for item in annotation.expressions or ()] or [
+        (box, f"box {index}") for index, box in enumerate(annotation.boxes or ())
+    ]
+    return Card(title, image, _texts(annotation), labelled_boxes if boxes else ())
 
 
 def draw_sheet(cards: Sequence[Card], path: Path) -> None:
-    """Draw the cards in rows and save them as a PNG; the folder is made if it is missing."""
+    """Draw cards in rows into a PNG; its folder is made."""
     columns = min(len(cards), _COLUMNS)
     rows = -(-len(cards) // columns)
     figure = Figure(figsize=(columns * _WIDTH, rows * (_WIDTH + _LINE * (_LINES + 2))))
@@ -122,7 +118,7 @@ def draw_sheet(cards: Sequence[Card], path: Path) -> None:
 def _draw_card(card: Card, axes: Axes) -> None:
     colours = [_COLOURS[number % len(_COLOURS)] for number in range(len(card.boxes))]
     # Box labels first: the user asked for boxes.
-    texts = [(box.text, colour) for box, colour in zip(card.boxes, colours)]
+    texts = [(label, colour) for (_, label), colour in zip(card.boxes, colours)]
     texts += [(text, "black") for text in card.texts]
     lines = [
         (f"   {line}" if number else line, colour)
@@ -140,8 +136,8 @@ def _draw_card(card: Card, axes: Axes) -> None:
     for (box, _), colour in zip(card.boxes, colours):
         x, y, width, height = box
         axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=2))
-    below = [(shorten(card.title, 36), "black"), *lines]
-    for number, (line, colour) in enumerate(below):
+    captions = [(shorten(card.title, 36), "black"), *lines]
+    for number, (line, colour) in enumerate(captions):
         weight = "normal" if number else "bold"
         offset = (3, -11 * number - 3)  # points from the image's lower left corner
         axes.annotate(
@@ -170,13 +166,7 @@ def _texts(annotation: Annotation) -> list[str]:
     return texts or ["(no caption)"]
 
 
-def _labelled_boxes(annotation: Annotation) -> list[LabelledBox]:
-    if annotation.expressions:
-        return [LabelledBox(item.box, item.text) for item in annotation.expressions]
-    return [LabelledBox(box, f"box {number}") for number, box in enumerate(annotation.boxes or ())]
-
-
-def _beside(first: Image.Image, second: Image.Image) -> Image.Image:
+def _concatenate(first: Image.Image, second: Image.Image) -> Image.Image:
     height = max(first.height, second.height)
     canvas = Image.new("RGB", (first.width + second.width + height // 20, height), "white")
     canvas.paste(first, (0, 0))

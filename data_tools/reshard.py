@@ -1,8 +1,8 @@
-"""New shards of another size or order from the samples of others."""
+"""`vlp data reshard`: the samples of shards in new shards of another size or order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -14,15 +14,14 @@ from tqdm import tqdm
 from typer import Option
 
 from data_tools.builder.write_shard import require_same_settings, shard_name
-from data_tools.executor import Executor, go_on
+from data_tools.executor import Executor, raise_if_stopped
 from data_tools.options import Folders, N, Out, WorkerOptions, at_least_1
 from data_tools.shards import (
-    Numbers,
+    NameHashes,
     Shard,
     ShardReader,
-    keys_in,
-    numbers_of,
-    repeated,
+    find_repeated,
+    hash_names,
     repeated_keys,
     scan,
     shards_of,
@@ -36,26 +35,17 @@ from vlp.lock import FolderLock
 
 RESHARD_VERSION = 1  # raised whenever equal arguments give other shards
 SETTINGS_NAME = "reshard.json"
-_PLAN_NAME = "reshard.places"
-_MOST_EXAMPLES = 5
+_ROWS_NAME = "reshard.places"  # a temporary file with a ROW per sample
+_MAX_EXAMPLES = 5
 
 
-class Surveyed(NamedTuple):
-    """Survey of a shard: places of its samples, numbers of their keys, the problem behind them."""
-
-    rows: NDArray[np.void]
-    keys: Numbers
-    problem: str | None
-
-
-class Piece(NamedTuple):
-    """One new shard: its samples' numbers and sources."""
+class NewShard(NamedTuple):
+    """A shard to write: its samples' indices among all, and their old shards."""
 
     number: int
     samples: NDArray[np.int64]
-    sources: list[Shard]
-    # Each sample's index in `sources`.
-    source: NDArray[np.int64]
+    old_shards: list[Shard]
+    shard_of_sample: NDArray[np.int64]  # index in `old_shards`
 
     def __str__(self) -> str:
         return shard_name(self.number)
@@ -67,51 +57,51 @@ def reshard(
     samples_per_shard: Annotated[int, N(help="of the new shards")],
     workers: WorkerOptions,
     shuffle: Annotated[
-        int | None, Option(metavar="SEED", help="deal all samples anew (default: keep order)")
+        int | None, Option(metavar="SEED", help="shuffle all samples (default: keep their order)")
     ] = None,
 ) -> int:
-    """Deal the samples of folders of shards into new shards of another size, or in another order.
+    """Write the samples of folders of shards into new shards of another size, or in another order.
 
         python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
             --samples-per-shard 1000 --shuffle 0
 
-    Every file of every sample is kept, byte for byte; only the tar's headers are written anew,
-    without times and users. Files that belong to no sample (no dot in their name) are left behind.
+    All files of samples are copied byte for byte; the headers of the tars have no times and users.
+    Files without a dot in their name, which belong to no sample, are left out.
 
     After an interruption run the same command again: finished shards stay, and the result is the
-    same. A damaged shard gives what lies before the damage; the exit code is then 1. Needs 10 bytes
-    of disk a sample while it runs, and 8 bytes of memory, 16 with --shuffle.
+    same. Of a damaged shard the samples before the damage are copied; the exit code is then 1. A
+    sample needs 10 bytes of disk during the command, and 8 bytes of memory, 16 with --shuffle.
     """
     at_least_1(samples_per_shard=samples_per_shard)
     shards, executor = shards_of(folders), workers.workers()
     for folder in folders:
         require_single_split(folder, [shard.name for shard in shards if shard.folder == folder])
     if out.resolve() in {folder.resolve() for folder in folders}:
-        raise ConfigError(f"{out}: is read from; choose another --out")
+        raise ConfigError(f"{out}: is one of the folders to read; choose another --out")
     settings = {
         "version": RESHARD_VERSION,
         "folders": [str(folder.resolve()) for folder in folders],
-        "shards (places, sizes and times)": _digest(shards),
+        "shards (places, sizes and times)": _digest_shards(shards),
         "samples_per_shard": samples_per_shard,
         "shuffle": shuffle,
     }
     with FolderLock(out):
-        _refuse_others(out, settings)
-        plan = out / _PLAN_NAME
+        _check_folder(out, settings)
+        rows_path = out / _ROWS_NAME
         try:
-            problems, counts = survey(shards, plan, executor)
+            problems, counts = write_rows(shards, rows_path, executor)
             total = int(counts.sum())
             if not total:
                 raise ConfigError("there are no samples in these folders")
             write_json(out / SETTINGS_NAME, settings, error=ConfigError)
             for leftover in out.glob("shard-[0-9]*.tar.tmp"):  # of a killed run
                 leftover.unlink(missing_ok=True)
-            order = Order(total, samples_per_shard, shuffle)
-            missing = [n for n in range(len(order)) if not (out / shard_name(n)).exists()]
-            pieces = (order.piece(number, shards, counts) for number in missing)
-            write = partial(write_shard, out=out, plan=plan)
+            num_shards = -(-total // samples_per_shard)
+            missing = [n for n in range(num_shards) if not (out / shard_name(n)).exists()]
+            jobs = new_shards(missing, samples_per_shard, shuffle, shards, counts)
+            write = partial(write_shard, out=out, rows_path=rows_path)
             with tqdm(total=len(missing), desc=str(out), unit="shard") as bar:
-                for _ in executor.map(write, pieces):
+                for _ in executor.map(write, jobs):
                     bar.update()
         except OSError as error:
             raise ConfigError(
@@ -119,84 +109,86 @@ def reshard(
                 "command again to go on"
             ) from error
         finally:
-            plan.unlink(missing_ok=True)
+            rows_path.unlink(missing_ok=True)
         index_folder(out, executor.map)
-    print(f"{out}: {total} samples in {len(order)} shards, {len(missing)} of them new")
+    print(f"{out}: {total} samples in {num_shards} shards, {len(missing)} of them new")
     for problem in problems:
         print(f"  damaged: {problem}")
     return 1 if problems else 0
 
 
-def survey(
-    shards: Sequence[Shard], plan: Path, executor: Executor
+def write_rows(
+    shards: Sequence[Shard], path: Path, executor: Executor
 ) -> tuple[list[str], NDArray[np.int64]]:
-    """Write the places of all samples, one ROW each; return problems and each shard's samples."""
+    """Write a ROW with the location of each sample; return damage, and samples per shard."""
     problems, counts = [], []
-    keys: list[Numbers] = []
-    with open(plan, "wb") as file:
-        for shard, surveyed in scan(_survey, shards, executor, "survey"):
-            if surveyed.problem:
-                problems.append(
-                    f"{shard}: {surveyed.problem}, {len(surveyed.rows)} samples before it"
-                )
-            counts.append(len(surveyed.rows))
-            keys.append(surveyed.keys)
-            file.write(surveyed.rows.tobytes())
-    duplicates = repeated(keys).values
+    hashes: list[NameHashes] = []
+    with open(path, "wb") as file:
+        for shard, (rows, key_hashes, problem) in scan(_survey, shards, executor, "survey"):
+            if problem:
+                problems.append(f"{shard}: {problem}, {len(rows)} samples before it")
+            counts.append(len(rows))
+            hashes.append(key_hashes)
+            file.write(rows.tobytes())
+    _, duplicates = find_repeated(hashes)
     if len(duplicates):
-        raise ConfigError(_say_repeated(repeated_keys(shards, duplicates, executor)))
+        raise ConfigError(_describe_repeated(repeated_keys(shards, duplicates, executor)))
     return problems, np.array(counts, dtype=np.int64)
 
 
-class Order:
-    """Assignment of samples to new shards; without a seed of the shuffle they keep their order."""
+def new_shards(
+    numbers: Iterable[int],
+    per_shard: int,
+    seed: int | None,
+    shards: Sequence[Shard],
+    counts: NDArray[np.int64],
+) -> Iterator[NewShard]:
+    """Yield new shards by number; samples are in the old shards' order, or shuffled by `seed`."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1])
+    order = None if seed is None else np.random.default_rng(seed).permutation(total)
+    for number in numbers:
+        start = number * per_shard
+        end = min(start + per_shard, total)
+        samples = np.arange(start, end) if order is None else order[start:end]
+        shard_numbers = np.searchsorted(ends, samples, side="right")
+        used, shard_of_sample = np.unique(shard_numbers, return_inverse=True)
+        yield NewShard(number, samples, [shards[index] for index in used], shard_of_sample)
 
-    def __init__(self, total: int, per_shard: int, seed: int | None) -> None:
-        self._total = total
-        self._per_shard = per_shard
-        self._order = None if seed is None else np.random.default_rng(seed).permutation(total)
 
-    def __len__(self) -> int:
-        return -(-self._total // self._per_shard)
-
-    def piece(self, number: int, shards: Sequence[Shard], counts: NDArray[np.int64]) -> Piece:
-        """Return the new shard of a number, from old shards and their numbers of samples."""
-        start = number * self._per_shard
-        end = min(start + self._per_shard, self._total)
-        samples = np.arange(start, end) if self._order is None else self._order[start:end]
-        shard_numbers = np.searchsorted(np.cumsum(counts), samples, side="right")
-        used, source = np.unique(shard_numbers, return_inverse=True)
-        return Piece(number, samples, [shards[index] for index in used], source)
-
-
-def write_shard(piece: Piece, out: Path, plan: Path) -> None:
-    """Write one new shard; it gets its name when it is whole and on disk."""
-    rows = np.memmap(plan, dtype=ROW, mode="r")
-    with atomic_write(out / shard_name(piece.number), durable=True) as file:
-        for sample, source in zip(piece.samples, piece.source):
-            go_on()
-            _copy(piece.sources[source], rows[sample], file)
+def write_shard(shard: NewShard, out: Path, rows_path: Path) -> None:
+    """Write a new shard, atomically."""
+    rows = np.memmap(rows_path, dtype=ROW, mode="r")
+    with atomic_write(out / shard_name(shard.number), durable=True) as file:
+        for sample, index in zip(shard.samples, shard.shard_of_sample):
+            raise_if_stopped()
+            _copy(shard.old_shards[index], rows[sample], file)
         close_tar(file)
 
 
-def _survey(shard: Shard) -> Surveyed:
-    with ShardReader(shard.path) as opened:
-        rows = sample_rows(opened.samples, [0] * len(opened))
-        problem = opened.problem or (None if len(rows) else "empty")
-        return Surveyed(rows, numbers_of(keys_in(opened)), problem)
+def _survey(shard: Shard) -> tuple[NDArray[np.void], NameHashes, str | None]:
+    """Return a shard's ROWs (without captions), hashes of its keys, and its damage."""
+    with ShardReader(shard.path) as reader:
+        rows = sample_rows(reader.samples, [0] * len(reader.samples))
+        problem = reader.problem or (None if len(rows) else "empty")
+        return rows, hash_names(reader.keys), problem
 
 
 def _copy(shard: Shard, row: np.void, file: IO[bytes]) -> None:
+    """Append the files of the sample at a ROW of an old shard."""
     start, length = int(row["start"]) * BLOCK, int(row["blocks"]) * BLOCK
     with ShardFile(open_tar(shard.path), shard.path) as source:
         (samples, problem, _), read = source.samples_at(start, length)
         if not length or problem or len(samples) != 1:
-            raise ConfigError(f"{shard}: cannot be read at byte {start}; has it changed meanwhile?")
+            raise ConfigError(
+                f"{shard}: no sample at byte {start}: it has changed; run the command again"
+            )
         for member in samples[0].files.values():
             append_member(file, member.name, read(member))
 
 
-def _refuse_others(out: Path, settings: dict[str, object]) -> None:
+def _check_folder(out: Path, settings: dict[str, object]) -> None:
+    """Refuse a folder with shards of another command or of other settings."""
     path = out / SETTINGS_NAME
     try:
         stored = parse_json(path.read_bytes())
@@ -209,28 +201,26 @@ def _refuse_others(out: Path, settings: dict[str, object]) -> None:
     require_same_settings(out, stored, settings, f"delete {out}")
 
 
-def _digest(shards: Sequence[Shard]) -> str:
-    sources = blake2b(digest_size=16)
+def _digest_shards(shards: Sequence[Shard]) -> str:
+    digest = blake2b(digest_size=16)
     for shard in shards:
-        # The size alone would not do: tars are filled up to 10 KiB.
+        # With the time, as changed tars often have the same size: they are padded to 10 KiB.
         status = shard.path.stat() if shard.path.is_file() else None
         size, time = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
-        sources.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
-    return sources.hexdigest()
+        digest.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
+    return digest.hexdigest()
 
 
-def _say_repeated(occurrences: Iterable[tuple[Shard, str]]) -> str:
+def _describe_repeated(occurrences: Iterable[tuple[Shard, str]]) -> str:
     shards_by_key: dict[str, list[Shard]] = {}
     for shard, key in occurrences:
         shards_by_key.setdefault(key, []).append(shard)
-    shards_by_key = {key: shards for key, shards in shards_by_key.items() if len(shards) > 1}
     examples = [
         f"{key} ({shards[0]}, {shards[1]})"
-        for key, shards in list(shards_by_key.items())[:_MOST_EXAMPLES]
+        for key, shards in shards_by_key.items()
+        if len(shards) > 1
     ]
-    more = (
-        f" and {len(shards_by_key) - _MOST_EXAMPLES} more"
-        if len(shards_by_key) > _MOST_EXAMPLES
-        else ""
-    )
-    return f"{len(shards_by_key)} keys come more than once: {', '.join(examples)}{more}"
+    rest = len(examples) - _MAX_EXAMPLES
+    more = f" and {rest} more" if rest > 0 else ""
+    listing = ", ".join(examples[:_MAX_EXAMPLES])
+    return f"{len(examples)} keys come more than once: {listing}{more}"

@@ -1,4 +1,4 @@
-"""Rows of annotation files: read, validated for a converter, and counted if faulty."""
+"""Readers of annotation files: rows of JSON, validated for a converter; bad rows are counted."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import IO, Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_tools.builder.samples import Refused
-from data_tools.originals import TOO_MUCH, most_unpacked, shown
+from data_tools.originals import TOO_MUCH, display_path, max_unpacked_bytes
 from vlp.config import ConfigError
 from vlp.io import lines_of, parse_json
 
-# Location for messages, content.
-Located = tuple[str, Any]
+Located = tuple[str, Any]  # location for messages, content
 
 
 class WrongFile:
-    """Refusal of a file with only bad rows, or `MOST` bad ones first; `good` after a good row."""
+    """Check that a file is the right one: a ConfigError if all its rows, or the first 100, are bad.
 
-    MOST = 100
+    Call `bad` for each bad row, set `good` at a good one, and call `end` after the last row.
+    """
+
+    MAX_BAD = 100
 
     def __init__(self) -> None:
         self.good = False
@@ -35,7 +37,7 @@ class WrongFile:
         """Count a bad row."""
         if not self.good:
             self._problems.append(problem)
-            if len(self._problems) == self.MOST:
+            if len(self._problems) == self.MAX_BAD:
                 self.end()
 
     def end(self) -> None:
@@ -45,94 +47,96 @@ class WrongFile:
 
 
 class Row(BaseModel):
-    """Base of the rows of one layout; unused fields are ignored."""
+    """Base of row layouts; fields that a layout does not declare are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
-# A split becomes a folder in OUT, and the file may be a stranger's: one plain name, not `..`.
+# A split becomes a folder in OUT, so a stranger's file must not name `..` or a path.
 SplitName = Annotated[str, Field(pattern=r"^[^/\\.][^/\\]*$")]
-
-
 Faults = list[Refused]  # filled during reading; the manifest counts them
 
 
-def sound(text: str) -> bool:
-    """Return whether a text that was read with `surrogateescape` is UTF-8 throughout."""
+def is_utf8(text: str) -> bool:
+    """Return whether the bytes of a text that was decoded with `surrogateescape` are UTF-8."""
     return text.isascii() or not _ESCAPED.search(text)
 
 
 _ESCAPED = re.compile("[\udc80-\udcff]")
 _SURROGATE = re.compile(r"\\u[dD]")
-HALF = "half a character, replaced (kept)"
+LONE_SURROGATE = "half a character, replaced (kept)"
 
 
 def read_json(path: Path, faults: Faults) -> Any:
-    """Return the content of a JSON file, gzipped or not; members that are not UTF-8 are None."""
+    """Return the content of a JSON file, gzipped or not.
+
+    Bad text does not make the file unreadable: a row with other bytes than UTF-8 is None, and lone
+    surrogates (`\\ud83d`) become U+FFFD, which is counted. Rows are the members of a list at the
+    top, or in an object at the top.
+    """
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             data = file.read()
-        # One bad text costs no file: its member is None, or half a character is replaced.
         try:
             return parse_json(data)
         except ValueError:
             text = data.decode("utf-8-sig", "surrogateescape")
             content = parse_json(text, "surrogateescape")
-        # Without halves of characters, a replacement character is the file's own.
-        halves = faults if _SURROGATE.search(text) else []
+        # Without such escapes U+FFFD is the file's own character, and not counted.
+        surrogate_faults = faults if _SURROGATE.search(text) else []
         if isinstance(content, dict):
             return {
-                name: _checked(value, f"{shown(path)}, {name}", halves)
+                name: _check_rows(value, f"{display_path(path)}, {name}", surrogate_faults)
                 for name, value in content.items()
             }
         if isinstance(content, list):
-            return _checked(content, shown(path), halves)
-        raise ConfigError(f"{shown(path)}: not UTF-8")
+            return _check_rows(content, display_path(path), surrogate_faults)
+        raise ConfigError(f"{display_path(path)}: not UTF-8")
     except json.JSONDecodeError as error:
         hint = "; it has one object a line" if error.msg == "Extra data" else ""
-        raise ConfigError(f"{shown(path)}: not a JSON file ({error}){hint}") from error
+        raise ConfigError(f"{display_path(path)}: not a JSON file ({error}){hint}") from error
 
 
-def _checked(value: Any, where: str, faults: Faults) -> Any:
+def _check_rows(value: Any, where: str, faults: Faults) -> Any:
     if isinstance(value, list):
         return [
-            _checked_row(row, f"{where}, row {number}", faults)
-            for number, row in enumerate(value, 1)
+            _check_row(row, f"{where}, row {number}", faults) for number, row in enumerate(value, 1)
         ]
-    return _checked_row(value, where, faults)
+    return _check_row(value, where, faults)
 
 
-def _checked_row(row: Any, where: str, faults: Faults) -> Any:
+def _check_row(row: Any, where: str, faults: Faults) -> Any:
+    """Return a row, None if it is not UTF-8; U+FFFD is counted as a lone surrogate."""
     text = json.dumps(row, ensure_ascii=False)
-    if not sound(text):
+    if not is_utf8(text):
         return None
     if "\ufffd" in text:
-        faults.append(Refused(HALF, where))
+        faults.append(Refused(LONE_SURROGATE, where))
     return row
 
 
-def _parsed_row(source: str | bytes, where: str, faults: Faults) -> Any:
+def _parse_row(source: str | bytes, where: str, faults: Faults) -> Any:
+    """Parse the JSON of one row as `read_json` does; raises ValueError if it is not UTF-8."""
     try:
         return parse_json(source)
-    except ValueError as error:
-        row = parse_json(source, "surrogateescape")
-        # A row's bad bytes may be of any encoding, so its texts cannot be mended.
-        if not sound(json.dumps(row, ensure_ascii=False)):
-            raise error
-        return _checked_row(row, where, faults)
+    except ValueError:
+        row = _check_row(parse_json(source, "surrogateescape"), where, faults)
+        if row is None:
+            raise
+        return row
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a file of JSON lines, gzipped or not; other lines are counted."""
+    """Yield the objects of a JSON Lines file, gzipped or not; bad lines are counted."""
     wrong = WrongFile()
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
             continue
-        where = f"{shown(path)}, line {number}"
+        where = f"{display_path(path)}, line {number}"
         try:
-            row = _parsed_row(line, where, faults)
+            row = _parse_row(line, where, faults)
         except ValueError as error:
             wrong.bad(f"{where}: no JSON object on a line of its own ({error})")
             faults.append(Refused("line that is not JSON", where))
@@ -143,61 +147,61 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
 
 
 def line_count(paths: Iterable[Path]) -> int:
-    """Return how many lines some files have, gzipped or not, for progress bars."""
+    """Count the lines of files, gzipped or not, for progress bars."""
     return sum(1 for path in paths for _ in raw_lines(path))
 
 
 def json_list(path: Path, faults: Faults, key: str | None = None) -> Iterator[Located]:
-    """Return the members of the list in a JSON file, perhaps under a key of its object."""
+    """Return the rows of a JSON file: its list, or the list under a key of its object."""
     return members(read_json(path, faults), path, key)
 
 
 def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
-    """Yield the members of parsed content; errors as in `json_list`."""
+    """Return the rows of the content that `read_json` returned, as `json_list` does."""
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
         place = "a list" if key is None else f'an object with a list "{key}"'
-        raise ConfigError(f"{shown(path)}: this should be {place}; is it the right file?")
-    name = shown(path) if key is None else f"{shown(path)}, {key}"
+        raise ConfigError(f"{display_path(path)}: this should be {place}; is it the right file?")
+    name = display_path(path) if key is None else f"{display_path(path)}, {key}"
     return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def parsed(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
-    """Yield rows in their layout; one that does not fit is counted."""
+def parse_rows(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
+    """Yield rows validated against a layout; rows of another layout are counted."""
     wrong = WrongFile()
-    for where, row in rows:
+    for where, content in rows:
         try:
-            fitting = layout.model_validate(row)
+            row = layout.model_validate(content)
         except ValidationError as error:
-            problem = f"{where}: {explained(error)}"
+            problem = f"{where}: {first_problem(error)}"
             wrong.bad(f"{problem}; is it the right file?")
             faults.append(Refused("row of another layout", problem))
             continue
         wrong.good = True
-        yield fitting
+        yield row
     wrong.end()
 
 
-def parsed_parts(
+def parse_parts(
     parts: Iterable[Any], layout: type[AnyRow], where: str, faults: Faults
 ) -> Iterator[AnyRow]:
-    """Yield the parts of a row in their layout; one that does not fit costs itself."""
+    """Yield the parts of a row validated against a layout; parts of another layout are counted."""
     for part in parts:
         try:
             yield layout.model_validate(part)
         except ValidationError as error:
-            faults.append(Refused("part of another layout", f"{where}: {explained(error)}"))
+            faults.append(Refused("part of another layout", f"{where}: {first_problem(error)}"))
 
 
-def explained(error: ValidationError) -> str:
-    """Return the first problem of a row with its field."""
+def first_problem(error: ValidationError) -> str:
+    """Return the first faulty field of a row, with the problem."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "the row"
-    return f"{place}: {first['msg']}"
+    field = ".".join(str(part) for part in first["loc"]) or "the row"
+    return f"{field}: {first['msg']}"
 
 
 def text_lines(path: Path) -> list[str]:
-    """Return `lines_of` a file with invalid bytes escaped (`sound`)."""
+    """Return the non-blank lines of a file, decoded with `surrogateescape` (see `is_utf8`)."""
     try:
         return lines_of(path, "surrogateescape")
     except OSError as error:
@@ -205,110 +209,107 @@ def text_lines(path: Path) -> list[str]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file, decompressed if gzipped; failures within are a ConfigError."""
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if gzipped; read errors in the block become a ConfigError."""
     try:
         with open(path, "rb") as file:
             if file.read(2) != b"\x1f\x8b":
                 file.seek(0)
                 yield file
                 return
-        with gzip.open(path) as inside:
-            yield _Measured(inside, path)  # type: ignore[misc]
+        with gzip.open(path) as unzipped:
+            yield _LimitedGzip(unzipped, path)  # type: ignore[misc]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(
-            f"{shown(path)}: a damaged gzip file ({error}); download it again"
+            f"{display_path(path)}: a damaged gzip file ({error}); download it again"
         ) from error
     except OSError as error:
-        raise ConfigError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{display_path(path)}: cannot be read ({error.strerror})") from error
 
 
-class _Measured:
-    """The content of a gzip file, limited in length."""
+class _LimitedGzip:
+    """A gzip file that raises a ConfigError where it unpacks to too many bytes."""
 
     def __init__(self, file: gzip.GzipFile, path: Path) -> None:
-        self._file, self._path, self._left = file, path, most_unpacked(path)
+        self._file, self._path, self._remaining = file, path, max_unpacked_bytes(path)
 
     def read(self) -> bytes:
-        """Return all of it."""
-        data = self._file.read(self._left + 1)
-        self._take(len(data))
-        return data
+        """Return all bytes."""
+        return self._count(self._file.read(self._remaining + 1))
 
     def __iter__(self) -> Iterator[bytes]:
-        while line := self._file.readline(self._left + 1):
-            self._take(len(line))
-            yield line
+        while line := self._file.readline(self._remaining + 1):
+            yield self._count(line)
 
-    def _take(self, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
-            raise ConfigError(f"{shown(self._path)}: {TOO_MUCH}")
+    def _count(self, data: bytes) -> bytes:
+        self._remaining -= len(data)
+        if self._remaining < 0:
+            raise ConfigError(f"{display_path(self._path)}: {TOO_MUCH}")
+        return data
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, gzipped or not."""
-    with _opened(path) as file:
+    with _open(path) as file:
         yield from file
 
 
-# Read at once.
-CHARACTERS = 1 << 24
-_BETWEEN = re.compile(r"[\s,]*")
-_BEHIND = re.compile(r"\s*[,\]]")
+CHARACTERS = 1 << 24  # read at once
+_SEPARATORS = re.compile(r"[\s,]*")
+_AFTER_ROW = re.compile(r"\s*[,\]]")
 
 
 def streamed_list(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the members of the list that a JSON file holds, each with its place for messages."""
+    """Yield the rows of a JSON file's list, as `json_list` does, with little memory."""
     decoder = json.JSONDecoder()
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             text = file.read(CHARACTERS)
-            at, number = _next(text, 0), 0
-            if text[at : at + 1] != "[":
-                raise ConfigError(f"{shown(path)}: this should be a list; is it the right file?")
-            at += 1
+            start, number = _skip_separators(text, 0), 0
+            if text[start : start + 1] != "[":
+                raise ConfigError(
+                    f"{display_path(path)}: this should be a list; is it the right file?"
+                )
+            start += 1
             while True:
-                at = _next(text, at)
-                if text[at : at + 1] == "]":
+                start = _skip_separators(text, start)
+                if text[start : start + 1] == "]":
                     return
                 try:
-                    member, end = decoder.raw_decode(text, at)
-                # The member goes on in the next block, or is damaged.
+                    row, end = decoder.raw_decode(text, start)
                 except (ValueError, RecursionError):
-                    end = len(text)
-                # A number may go on in the next block; the character behind it tells.
-                if _BEHIND.match(text, end):
+                    end = len(text)  # the row continues in the next block, or is damaged
+                # Only the character after a number shows that its digits are complete.
+                if _AFTER_ROW.match(text, end):
                     number += 1
-                    where = f"{shown(path)}, row {number}"
-                    yield where, _checked_member(member, text[at:end], where, faults)
-                    at = end
+                    where = f"{display_path(path)}, row {number}"
+                    yield where, _check_streamed_row(row, text[start:end], where, faults)
+                    start = end
                     continue
-                # A member longer than the buffer doubles it, so that no file takes long.
-                more = file.read(max(CHARACTERS, len(text) - at))
-                if not more:
+                # Doubling the buffer keeps the time for a long row linear.
+                block = file.read(max(CHARACTERS, len(text) - start))
+                if not block:
                     raise ConfigError(
-                        f"{shown(path)}: damaged or cut off behind row {number}; download it again"
+                        f"{display_path(path)}: damaged or cut off behind row {number}; download "
+                        "it again"
                     )
-                text, at = text[at:] + more, 0
+                text, start = text[start:] + block, 0
     except OSError as error:
-        raise ConfigError(f"{shown(path)}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"{display_path(path)}: cannot be read ({error.strerror})") from error
 
 
-def _checked_member(member: Any, source: str, where: str, faults: Faults) -> Any:
-    if not sound(source):
+def _check_streamed_row(row: Any, source: str, where: str, faults: Faults) -> Any:
+    if not is_utf8(source):
         return None
     if not _SURROGATE.search(source):
-        return member
+        return row
     try:
-        return _parsed_row(source, where, faults)
-    # An integer may have more than 64 bits.
-    except ValueError:
+        return _parse_row(source, where, faults)
+    except ValueError:  # also for an integer of more than 64 bits
         return None
 
 
-def _next(text: str, at: int) -> int:
-    match = _BETWEEN.match(text, at)
-    # It may match nothing, but always matches.
-    assert match is not None
+def _skip_separators(text: str, start: int) -> int:
+    match = _SEPARATORS.match(text, start)
+    assert match is not None  # the pattern also matches an empty text
     return match.end()

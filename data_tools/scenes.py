@@ -1,4 +1,4 @@
-"""The generated corpus as shards."""
+"""`vlp data scenes`: the generated corpus as shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple, cast
 from tqdm import tqdm
 from typer import Option
 
-from data_tools.executor import Executor, go_on
+from data_tools.executor import Executor, raise_if_stopped
 from data_tools.options import N, Out, WorkerOptions
 from vlp.command_line import nearest
 from vlp.config import ConfigError
@@ -56,7 +56,7 @@ _CHUNK = 64
 
 
 class SceneFiles(NamedTuple):
-    """Files of one key of a shard."""
+    """A sample to write; images are PNGs."""
 
     key: str
     image: bytes
@@ -66,36 +66,24 @@ class SceneFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SceneOptions:
-    """Numbers of samples of each part, and settings of all scenes."""
+    """NameHashes of samples of each part, and settings of all scenes."""
 
     train: Annotated[int, N(help="captioned scenes to train on")] = 20_000
-    val: Annotated[
-        int, N(help="captioned scenes of held-out contents that no other one's caption fits")
-    ] = 256
-    unseen: Annotated[
-        int, N(help="captioned scenes with relations between shapes that training never shows")
-    ] = 0
-    swaps: Annotated[
-        int, N(help="hard negatives: two images, two captions, of held-out families")
-    ] = 0
-    twins: Annotated[
-        int, N(help="scenes to train on, each followed by the one its caption's swap is true of")
-    ] = 0
+    val: Annotated[int, N(help="captioned scenes of held-out contents")] = 256
+    unseen: Annotated[int, N(help="scenes with relations of shapes that train never has")] = 0
+    swaps: Annotated[int, N(help="hard negatives of held-out families: 2 images, 2 captions")] = 0
+    twins: Annotated[int, N(help="as train, with the twin that a swapped caption describes")] = 0
     nlvr2: Annotated[int, N(help="true or false statements about two images")] = 0
     snli_ve: Annotated[int, N(help="hypotheses about an image with a curtain")] = 0
     nlvr2_val: Annotated[int, N(help="statements about images of held-out contents")] = 0
     snli_ve_val: Annotated[int, N(help="hypotheses about images of held-out contents")] = 0
-    boxes: Annotated[
-        int, N(help="true or false statements about three boxes, in the manner of NLVR v1")
-    ] = 0
+    boxes: Annotated[int, N(help="true or false statements about three boxes (NLVR v1)")] = 0
     boxes_val: Annotated[int, N(help="more such statements, for validation")] = 0
-    boxes_any: Annotated[
-        int, N(help="the same, whose false images need not hold a true one's items: easier")
-    ] = 0
+    boxes_any: Annotated[int, N(help="easier: false images may have other items than true")] = 0
     image_size: Annotated[int, N(help="side in pixels")] = 64
-    colours: Annotated[int, N(help="at most so many")] = MAX_VARIETY.colours
-    shapes: Annotated[int, N(help="at most so many")] = MAX_VARIETY.shapes
-    objects: Annotated[int, N(help="at most so many")] = MAX_VARIETY.objects
+    colours: Annotated[int, N(help="maximum in the corpus")] = MAX_VARIETY.colours
+    shapes: Annotated[int, N(help="maximum in the corpus")] = MAX_VARIETY.shapes
+    objects: Annotated[int, N(help="maximum in a scene")] = MAX_VARIETY.objects
     kinds: Annotated[
         list[str] | None, Option(help="of swaps and twins (default: all but distance)")
     ] = None
@@ -110,38 +98,39 @@ class SceneOptions:
                 option = name.replace("_", "-")
                 raise ConfigError(f"--{option} is {number}, at least {smallest}")
         limits = zip(Variety._fields, self.variety, MIN_VARIETY, MAX_VARIETY)
-        for name, value, fewest, most in limits:
-            if not fewest <= value <= most:
-                raise ConfigError(f"--{name} is {value}, {fewest} to {most} are possible")
+        for name, value, lower, upper in limits:
+            if not lower <= value <= upper:
+                raise ConfigError(f"--{name} is {value}, {lower} to {upper} are possible")
         unknown = [kind for kind in self.kinds or () if kind not in SWAP_KINDS]
         if unknown:
             raise ConfigError(f"--kinds {unknown[0]}: {nearest(unknown[0], SWAP_KINDS)}")
         if self.kinds and self.variety.objects < 2 and {*self.kinds} != {"place"}:
-            raise ConfigError(f"--kinds {' '.join(self.kinds)} want --objects 2 at least")
+            raise ConfigError(f"--kinds {' '.join(self.kinds)} need --objects 2 or more")
 
     @property
     def variety(self) -> Variety:
-        """Return how much scenes differ."""
+        """Return the numbers of colours, shapes and objects."""
         return Variety(*(getattr(self, name) for name in Variety._fields))
 
 
 def scenes(out: Out, options: SceneOptions, workers: WorkerOptions) -> int:
     """Write the generated corpus as shards.
 
-    OUT/train and OUT/val hold captioned scenes; the other parts are written when their number is
-    given. The same arguments give the same bytes, with any number of processes.
+    OUT/train and OUT/val hold captioned scenes, and a caption of val fits no other scene of val.
+    Give a number of samples for other parts. The same arguments give the same bytes, with any
+    number of processes.
     """
     executor = workers.workers()
     start = time.perf_counter()
-    written = 0
+    num_samples = 0
     with FolderLock(out):
-        _begin(out, options)
+        _check_folder(out, options)
         for part in PARTS:
             if getattr(options, part):
-                written += _write_part(part, out, options, executor)
+                num_samples += _write_part(part, out, options, executor)
     seconds = time.perf_counter() - start
-    speed = f" in {seconds:.1f} s ({written / seconds:.0f} a second)" if written else ""
-    print(f"{out}: {written} new samples{speed}")
+    speed = f" in {seconds:.1f} s ({num_samples / seconds:.0f} a second)" if num_samples else ""
+    print(f"{out}: {num_samples} new samples{speed}")
     return 0
 
 
@@ -153,13 +142,13 @@ def make_sample(
     variety: Variety = MAX_VARIETY,
     kinds: Sequence[SwapKind] | None = None,
 ) -> SceneFiles:
-    """Generate one sample of a part from its index or scene; `kinds` alternate."""
+    """Generate a sample of a part from its index or scene; swaps and twins alternate `kinds`."""
     if isinstance(job, Scene):
-        return _captioned(job)
+        return _captioned_sample(job)
     kinds, key = kinds or swap_kinds(variety), _key(part, seed, job)
     if part in ("train", "unseen"):
         split: Split = "unseen" if part == "unseen" else "train"
-        return _captioned(sample_scene(seed, job, split, image_size, variety=variety))
+        return _captioned_sample(sample_scene(seed, job, split, image_size, variety=variety))
     if part == "swaps":
         kind = kinds[job % len(kinds)]
         pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
@@ -179,11 +168,9 @@ def make_sample(
     if part in ("snli_ve", "snli_ve_val"):
         triple = sample_triple(seed, job, content_split, image_size)
         return SceneFiles(key, _png(triple.scene), snli_ve_annotation(triple))
-    if part in ("boxes", "boxes_val", "boxes_any"):
-        box_statement = sample_box_statement(seed, job, content_split, part != "boxes_any")
-        image = encode_png(render_boxes(box_statement.scene))
-        return SceneFiles(key, image, statement_annotation(box_statement))
-    raise ValueError(f"unknown part {part!r}, known are {', '.join(PARTS)}")
+    box_statement = sample_box_statement(seed, job, content_split, part != "boxes_any")
+    image = encode_png(render_boxes(box_statement.scene))
+    return SceneFiles(key, image, statement_annotation(box_statement))
 
 
 def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor) -> int:
@@ -194,7 +181,7 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
     scenes: list[Scene] = []
     keys = [_key(part, seed, index) for index in range(count)]
     if part == "val":
-        # Which scenes are told apart from all others is decided one after the other.
+        # In this process, as each scene is compared with all earlier ones.
         scenes = list(distinct_scenes(seed, count, "val", image_size, variety))
         jobs = list(scenes)
     with ShardWriter(out / part, options.samples_per_shard) as writer:
@@ -202,46 +189,41 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=kinds)
         bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
         with bar:
-            for sample in _mapped(make, missing, executor):
+            for sample in _make_samples(make, missing, executor):
                 writer.write(
                     sample.key, sample.image, "png", sample.annotation, sample.second_image
                 )
                 bar.update()
     if scenes:
+        boxes = [(obj.box, scene.image_size**2) for scene in scenes for obj in scene.objects]
+        # The chance that a random patch lies in the box.
+        box_share = sum(width * height / area for (_, _, width, height), area in boxes) / len(boxes)
         print(
             f"{part}: {ambiguous_share(scenes):.1%} of the captions fit a second image; "
-            f"a box covers {mean_box_share(scenes):.1%} of its image on average"
+            f"a box covers {box_share:.1%} of its image on average"
         )
     return len(missing)
 
 
-def mean_box_share(scenes: Sequence[Scene]) -> float:
-    """Return the mean share of the image that a box covers, the chance of a random patch."""
-    shares = [
-        obj.box[2] * obj.box[3] / scene.image_size**2 for scene in scenes for obj in scene.objects
-    ]
-    return sum(shares) / max(len(shares), 1)
-
-
-def _mapped(
+def _make_samples(
     make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], executor: Executor
 ) -> Iterator[SceneFiles]:
-    # A few samples are not worth starting processes.
+    # For a few samples, starting processes takes longer than the work.
     if len(jobs) < 8 * _CHUNK:
         return map(make, jobs)
     chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
-    return chain.from_iterable(executor.map(partial(_chunk, make), chunks))
+    return chain.from_iterable(executor.map(partial(_make_chunk, make), chunks))
 
 
-def _chunk(
+def _make_chunk(
     make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene]
 ) -> list[SceneFiles]:
-    go_on()
+    raise_if_stopped()
     return [make(job) for job in jobs]
 
 
-def _begin(out: Path, options: SceneOptions) -> None:
-    """Refuse a folder that holds a corpus of other settings, or shards of another command."""
+def _check_folder(out: Path, options: SceneOptions) -> None:
+    """Refuse a folder with a corpus of other settings, or with shards of another command."""
     settings = {name: getattr(options, name) for name in _SETTINGS}
     if options.kinds:
         settings["kinds"] = options.kinds
@@ -263,7 +245,7 @@ def _begin(out: Path, options: SceneOptions) -> None:
         write_text(path, json.dumps(settings) + "\n", error=ConfigError)
 
 
-def _captioned(scene: Scene) -> SceneFiles:
+def _captioned_sample(scene: Scene) -> SceneFiles:
     return SceneFiles(scene.key, _png(scene), annotation(scene))
 
 

@@ -1,4 +1,4 @@
-"""Shards as the data tools read them: one at a time, by any executor, and keys that repeat."""
+"""Shards as the data tools read them, one job per shard, and keys that occur more than once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from data_tools.executor import Executor, go_on
+from data_tools.executor import Executor, raise_if_stopped
 from vlp.config import ConfigError
 from vlp.data.shards.index import INDEX_NAME, no_shards_in
 from vlp.data.shards.sample_files import Contents, ShardFile
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Shard(NamedTuple):
-    """A tar of a folder."""
+    """A tar in a folder of shards."""
 
     folder: Path
     name: str
@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
 
 class ShardReader(ShardFile):
-    """One open shard, its samples in order, and the problem behind them (`missing`: unreadable)."""
+    """An open shard: its samples in order, and the damage behind them; `missing`: not opened."""
 
     path: Path
 
@@ -51,22 +51,24 @@ class ShardReader(ShardFile):
             shard_contents = Contents([], error.strerror or str(error), missing=True)
         self.samples, self.problem, self.missing = shard_contents
 
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of the samples in order."""
+        return [sample.key for sample in self.samples]
+
     def close(self) -> None:
         """Close the file if open."""
         if self.handle >= 0:
             super().close()
 
-    def __len__(self) -> int:
-        return len(self.samples)
-
     def content(self, member: Member) -> bytes:
         """Return the bytes of a file in the tar, unless the command was interrupted."""
-        go_on()
+        raise_if_stopped()
         return super().content(member)
 
 
 def shards_of(folders: Sequence[Path]) -> list[Shard]:
-    """Return every `*.tar` of the folders, in the order of the folders and of the names.
+    """Return every `*.tar` of the folders, by folder, then by name.
 
     Raises ConfigError where the index of a folder lists other shards.
     """
@@ -75,7 +77,7 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
     for folder in folders:
         shards += tars_in(folder)
         if folder.resolve() in folders_read:
-            raise ConfigError(f"{folder}: is given twice")
+            raise ConfigError(f"{folder}: given twice; name each folder once")
         folders_read.add(folder.resolve())
         if (folder / INDEX_NAME).exists():
             ShardIndex.open(folder)
@@ -83,7 +85,7 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
 
 
 def tars_in(folder: Path) -> list[Shard]:
-    """Return every `*.tar` of a folder in the order of the names, whatever its index lists."""
+    """Return every `*.tar` of a folder by name, whatever its index lists."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder of shards")
     names = sorted(path.name for path in folder.glob("*.tar"))
@@ -100,7 +102,7 @@ def scan(
     *,
     ledger: Path | None = None,
 ) -> Iterator[tuple[Shard, Result]]:
-    """Yield every shard and its result of `work`, with a progress bar in bytes."""
+    """Yield each shard with its result of `work`, in order, with a progress bar in bytes."""
     sizes = [shard.path.stat().st_size if shard.path.is_file() else 0 for shard in shards]
     with tqdm(total=sum(sizes), desc=title, unit="B", unit_scale=True) as bar:
         for shard, size, result in zip(shards, sizes, executor.map(work, shards, ledger=ledger)):
@@ -108,51 +110,39 @@ def scan(
             bar.update(size)
 
 
-Numbers = NDArray[np.uint64]
+NameHashes = NDArray[np.uint64]
 
 
-def number_of(name: str) -> int:
-    """Hash a name to 64 bits; among a billion names two share one with a chance of 3 %."""
+def hash_name(name: str) -> int:
+    """Hash a name to 64 bits; among a billion names, any two share a hash with probability 3 %."""
     digest = blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def numbers_of(names: Iterable[str]) -> Numbers:
-    """Return `number_of` each name."""
-    return np.fromiter((number_of(name) for name in names), dtype=np.uint64)
+def hash_names(names: Iterable[str]) -> NameHashes:
+    """Hash names to 64 bits each, (names,)."""
+    return np.fromiter((hash_name(name) for name in names), dtype=np.uint64)
 
 
-class Repeated(NamedTuple):
-    """Number of different numbers, and the repeated ones (sorted)."""
-
-    distinct: int
-    values: Numbers
-
-
-def repeated(numbers: Sequence[Numbers]) -> Repeated:
-    """Count different numbers, and find those that come more than once."""
+def find_repeated(hashes: Sequence[NameHashes]) -> tuple[int, NameHashes]:
+    """Return the number of different hashes in all arrays, and the repeated ones, sorted."""
     values, counts = np.unique(
-        np.concatenate([np.empty(0, np.uint64), *numbers]), return_counts=True
+        np.concatenate([np.empty(0, np.uint64), *hashes]), return_counts=True
     )
-    return Repeated(len(values), values[counts > 1])
-
-
-def keys_in(shard: ShardReader) -> list[str]:
-    """Return the keys of a shard in order."""
-    return [sample.key for sample in shard.samples]
+    return len(values), values[counts > 1]
 
 
 def repeated_keys(
-    shards: Sequence[Shard], repeated: Numbers, executor: Executor
+    shards: Sequence[Shard], hashes: NameHashes, executor: Executor
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield every occurrence of keys with `number_of` among `repeated`, in order."""
-    work = partial(_repeated, repeated=repeated)
-    for shard, names in scan(work, shards, executor, "repeated keys"):
-        for name in names:
-            yield shard, name
+    """Yield each sample, in order, of which the key has one of the `hashes`: (shard, key)."""
+    work = partial(_keys_with, hashes=hashes)
+    for shard, keys in scan(work, shards, executor, "repeated keys"):
+        for key in keys:
+            yield shard, key
 
 
-def _repeated(shard: Shard, repeated: Numbers) -> list[str]:
-    with ShardReader(shard.path) as opened:
-        names = keys_in(opened)
-    return [names[number] for number in np.flatnonzero(np.isin(numbers_of(names), repeated))]
+def _keys_with(shard: Shard, hashes: NameHashes) -> list[str]:
+    with ShardReader(shard.path) as reader:
+        keys = reader.keys
+    return [keys[index] for index in np.flatnonzero(np.isin(hash_names(keys), hashes))]

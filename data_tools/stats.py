@@ -1,4 +1,4 @@
-"""Statistics of shards; counts of many shards add up in bounded memory."""
+"""Statistics of shards; tallies of many shards add up in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typer import Option
 from data_tools.executor import open_ledger
 from data_tools.options import File, Folders, N, WorkerOptions
 from data_tools.shards import (
-    Numbers,
+    NameHashes,
     Shard,
     ShardReader,
-    keys_in,
-    numbers_of,
-    repeated,
+    find_repeated,
+    hash_names,
     scan,
     shards_of,
 )
@@ -42,46 +41,53 @@ def stats(
         str | None, Option(help="folder with tokenizer.json, or a name on the hub")
     ] = None,
 ) -> int:
-    """Say what shards hold: captions and their lengths, images and their sizes, sources.
+    """Count samples, captions, images and sources, with histograms of lengths and sizes.
 
         python -m data_tools stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
             --max-tokens 30
 
-    FILE has the histograms, too. Words are runs of letters and digits in lower case; with
-    --vocabulary captions are counted in its tokens, [CLS] and [SEP] included. Of images the headers
-    are read. Interrupted and run again, it counts the rest. Memory: some 24 bytes a sample.
+    The main numbers are printed; FILE has all, with histograms. Words are runs of letters and
+    digits in lower case; --vocabulary also counts a caption's tokens, with [CLS] and [SEP]. Sizes
+    of images are those in their headers. After an interruption the same command counts the rest.
+    Memory: some 24 bytes a sample.
     """
+    # Errors of the arguments come before any work.
     shards_of(folders)
     if vocabulary is not None:
-        _tokens(vocabulary)
-    work = partial(_tally, vocabulary=vocabulary, limit=max_tokens)
+        _token_counter(vocabulary)
+    work = partial(tally_shard, vocabulary=vocabulary, limit=max_tokens)
     unit = "words" if vocabulary is None else "tokens"
-    tally, names, words = Tally(), list[Numbers](), set[int]()
-    number = repeated_keys = 0
+    tally, names, words = Tally(), list[NameHashes](), set[int]()
+    num_shards = num_repeated_keys = 0
     with open_ledger(out.with_name(f"{out.name}.tasks")) as ledger:
         for folder in folders:
-            shards, title, keys = shards_of([folder]), f"stats {folder}", list[Numbers]()
+            # Keys must be unique in their folder only.
+            shards, title, keys = shards_of([folder]), f"stats {folder}", list[NameHashes]()
             for _, shard_tally in scan(work, shards, workers.workers(), title, ledger=ledger):
-                number += 1
+                num_shards += 1
                 tally.add(shard_tally.tally)
                 names.append(shard_tally.names)
                 words.update(shard_tally.words.tolist())
                 keys.append(shard_tally.keys)
-            repeated_keys += len(repeated(keys).values)
-    distinct, copies = repeated(names)
+            num_repeated_keys += len(find_repeated(keys)[1])
+    num_names, repeated_names = find_repeated(names)
     counts = ("samples", "captions", "images", "bytes of images", "samples without caption")
     summary = {
         "folders": [str(folder) for folder in folders],
-        "shards": number,
+        "shards": num_shards,
         "limit": f"{max_tokens} {unit}",
         **dict.fromkeys((*counts, "captions that are too long"), 0),
         **tally.summary(),
         "vocabulary size": len(words),
-        "repeated": {"keys": repeated_keys, "named images": distinct, "images": len(copies)},
+        "repeated": {
+            "keys": num_repeated_keys,
+            "named images": num_names,
+            "images": len(repeated_names),
+        },
     }
     write_json(out, summary, indent=1, error=ConfigError, ensure_ascii=False)
     print_summary(summary)
-    print(f"{out} tells more")
+    print(f"{out} has the histograms")
     return 0
 
 
@@ -98,36 +104,31 @@ def print_summary(summary: dict[str, Any]) -> None:
     print(f"  of more than {summary['limit']}: {longer} captions")
     for name, quantity in summary["quantities"].items():
         percentiles = quantity["percentiles"]
-        low, middle, high = (percentiles[share] for share in ("5", "50", "95"))
-        print(f"  {name}: {low:g} to {high:g}, median {middle:g} {quantity['unit']}")
+        low, median, high = (percentiles[percent] for percent in ("5", "50", "95"))
+        print(f"  {name}: {low:g} to {high:g} (5 to 95 %), median {median:g} {quantity['unit']}")
     print(f"  different words: {summary['vocabulary size']}")
     for kind in ("formats", "sources", "bad samples"):
-        shown = list(summary[kind].items())
-        more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-        print(f"  {kind}: {', '.join(f'{name} {count}' for name, count in shown[:8])}{more}")
+        counts = list(summary[kind].items())
+        more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
+        print(f"  {kind}: {', '.join(f'{name} {count}' for name, count in counts[:8])}{more}")
     repeated = summary["repeated"]
     print(
-        f"  keys that a folder has more than once: {repeated['keys']}; images (source and "
-        f"image_id) of more than one sample: {repeated['images']} of {repeated['named images']}"
+        f"  repeated keys within a folder: {repeated['keys']}; images (source and image_id) in "
+        f"more than one sample: {repeated['images']} of {repeated['named images']}"
     )
 
 
-def _tally(shard: Shard, vocabulary: str | None, limit: int) -> ShardTally:
-    with ShardReader(shard.path) as opened:
-        return tally_shard(opened, None if vocabulary is None else _tokens(vocabulary), limit)
-
-
 @cache
-def _tokens(vocabulary: str) -> Callable[[str], int]:
-    # Imported here: it brings torch along, which counting words does not need.
+def _token_counter(vocabulary: str) -> Callable[[str], int]:
+    # Imported here, as it imports torch, which counting words does not need.
     from vlp.data.text.tokenizer import TextProcessor
 
     tokenizer = TextProcessor.load(vocabulary, max_tokens=512).tokenizer
     return lambda caption: len(tokenizer.encode(caption).ids)
 
 
-WORD = re.compile(r"\w+(?:['’]\w+)*")  # letters and digits, apostrophes within
-# With a histogram; units.
+WORD = re.compile(r"\w+(?:['’]\w+)*")  # letters and digits, with apostrophes between them
+# Quantities with a histogram, and their units.
 QUANTITIES = {
     "captions per sample": "captions",
     "words per caption": "words",
@@ -138,13 +139,13 @@ QUANTITIES = {
     "aspect ratio": "width / height",
     "image size": "bytes",
 }
-_MOST_NAMES = 1000
+_MAX_SOURCES = 1000
 _OTHERS = "(others)"
 _PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 class Tally:
-    """Counts, histograms (rounded to two digits if not whole) and most frequent names."""
+    """Counts and histograms of shards; bytes and aspect ratios are rounded to two digits."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -154,21 +155,20 @@ class Tally:
         self.bad: Counter[str] = Counter()
 
     def add(self, other: Tally) -> None:
-        """Add another tally."""
+        """Add another tally; of many sources the rarest become one."""
         self.counts.update(other.counts)
         for name, histogram in other.histograms.items():
             self.histograms[name].update(histogram)
         self.formats.update(other.formats)
         self.bad.update(other.bad)
         self.sources.update(other.sources)
-        if len(self.sources) > _MOST_NAMES:
-            rest = self.sources.total() - self.sources[_OTHERS]
-            most = Counter(dict(self.sources.most_common(_MOST_NAMES // 2)))
-            most[_OTHERS] += rest - (most.total() - most[_OTHERS])
-            self.sources = most
+        if len(self.sources) > _MAX_SOURCES:
+            frequent = Counter(dict(self.sources.most_common(_MAX_SOURCES // 2)))
+            frequent[_OTHERS] += self.sources.total() - frequent.total()
+            self.sources = frequent
 
     def summary(self) -> dict[str, Any]:
-        """Return all of it as JSON; histograms as [value, count] in order of value."""
+        """Return the tally as JSON; a histogram has [value, count] pairs in order of value."""
         return {
             **self.counts,
             "formats": dict(self.formats.most_common()),
@@ -183,50 +183,54 @@ class Tally:
 
 
 class ShardTally(NamedTuple):
-    """Counts of a shard, and its keys, image names and words as numbers."""
+    """Tally of a shard, and hashes of its keys, of its images' names and of its words."""
 
     tally: Tally
-    keys: Numbers
-    names: Numbers
-    words: Numbers
+    keys: NameHashes
+    names: NameHashes
+    words: NameHashes
 
 
-def tally_shard(shard: ShardReader, tokens: Callable[[str], int] | None, limit: int) -> ShardTally:
-    """Tally a shard from annotations and image headers; `limit` is in tokens, else in words."""
+def tally_shard(shard: Shard, vocabulary: str | None, limit: int) -> ShardTally:
+    """Tally a shard; captions of more than `limit` tokens (words without a vocabulary) are long."""
+    count_tokens = None if vocabulary is None else _token_counter(vocabulary)
     tally = Tally()
     names: list[str] = []
     words: set[str] = set()
-    for files in shard.samples:
-        tally.counts["samples"] += 1
-        try:
-            sample = shard.read(files)
-        except BadSample as bad:
-            tally.bad[bad.kind] += 1
-            continue
-        if sample.annotation.source and sample.annotation.image_id:
-            names.append(f"{sample.annotation.source}\0{sample.annotation.image_id}")
-        tally.sources[sample.annotation.source or "(none)"] += 1
-        _count_captions(tally, captions_of(sample.annotation), words, tokens, limit)
-        _count_images(tally, sample)
-    if shard.problem:
-        tally.bad["missing shard" if shard.missing else "corrupt shard"] += 1
-    elif not shard.samples:
-        tally.bad["empty shard"] += 1
-    return ShardTally(tally, numbers_of(keys_in(shard)), numbers_of(names), numbers_of(words))
+    with ShardReader(shard.path) as reader:
+        for files in reader.samples:
+            tally.counts["samples"] += 1
+            try:
+                sample = reader.read(files)
+            except BadSample as bad:
+                tally.bad[bad.kind] += 1
+                continue
+            source, image_id = sample.annotation.source, sample.annotation.image_id
+            if source and image_id:
+                names.append(f"{source}\0{image_id}")
+            tally.sources[source or "(none)"] += 1
+            _count_captions(tally, captions_of(sample.annotation), words, count_tokens, limit)
+            _count_images(tally, sample)
+        if reader.problem:
+            tally.bad["missing shard" if reader.missing else "corrupt shard"] += 1
+        elif not reader.samples:
+            tally.bad["empty shard"] += 1
+        return ShardTally(tally, hash_names(reader.keys), hash_names(names), hash_names(words))
 
 
 def describe(histogram: Counter[float]) -> dict[str, Any]:
-    """Count, mean, extremes and percentiles of a histogram, and the histogram itself."""
+    """Return count, mean, extremes and percentiles of a histogram, and the histogram itself."""
     values = np.array(sorted(histogram), dtype=float)
     counts = np.array([histogram[value] for value in sorted(histogram)], dtype=np.int64)
-    below = np.cumsum(counts)
-    indices = [np.searchsorted(below, below[-1] * share / 100) for share in _PERCENTILES]
+    cumulative = np.cumsum(counts)
+    total = cumulative[-1]
+    indices = [np.searchsorted(cumulative, total * percent / 100) for percent in _PERCENTILES]
     return {
-        "count": int(below[-1]),
-        "mean": float((values * counts).sum() / below[-1]),
+        "count": int(total),
+        "mean": float((values * counts).sum() / total),
         "min": values[0],
         "max": values[-1],
-        "percentiles": {str(share): values[p] for share, p in zip(_PERCENTILES, indices)},
+        "percentiles": {str(percent): values[i] for percent, i in zip(_PERCENTILES, indices)},
         "histogram": [[value, int(count)] for value, count in zip(values.tolist(), counts)],
     }
 
@@ -235,7 +239,7 @@ def _count_captions(
     tally: Tally,
     captions: list[str],
     vocabulary: set[str],
-    tokens: Callable[[str], int] | None,
+    count_tokens: Callable[[str], int] | None,
     limit: int,
 ) -> None:
     tally.counts["captions"] += len(captions)
@@ -246,8 +250,8 @@ def _count_captions(
         vocabulary.update(words)
         length = len(words)
         tally.histograms["words per caption"][length] += 1
-        if tokens is not None:
-            length = tokens(caption)
+        if count_tokens is not None:
+            length = count_tokens(caption)
             tally.histograms["tokens per caption"][length] += 1
         tally.counts["captions that are too long"] += length > limit
 
@@ -258,20 +262,20 @@ def _count_images(tally: Tally, sample: RawSample) -> None:
             continue
         tally.counts["images"] += 1
         tally.counts["bytes of images"] += len(data)
-        tally.histograms["image size"][rounded(len(data))] += 1
+        tally.histograms["image size"][round_to_2_digits(len(data))] += 1
         try:
             with decoder_errors(sample.key), open_image(data, sample.key) as image:
-                (width, height), kind = image.size, image.format or "?"
+                (width, height), image_format = image.size, image.format or "?"
         except BadSample as bad:
             tally.bad[bad.kind] += 1
             continue
-        tally.formats[kind] += 1
+        tally.formats[image_format] += 1
         tally.histograms["width"][width] += 1
         tally.histograms["height"][height] += 1
         tally.histograms["shorter side"][min(width, height)] += 1
-        tally.histograms["aspect ratio"][rounded(width / height)] += 1
+        tally.histograms["aspect ratio"][round_to_2_digits(width / height)] += 1
 
 
-def rounded(value: float) -> float:
-    """Return a positive number to two digits."""
-    return float(f"{value:.1e}") if value else 0.0
+def round_to_2_digits(value: float) -> float:
+    """Round a number to two significant digits."""
+    return float(f"{value:.1e}")

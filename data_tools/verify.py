@@ -1,4 +1,4 @@
-"""Checks of shards against themselves, their index and their manifest; new indexes."""
+"""Checks of shards, their index and their manifest; and the command that writes an index."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 from typer import Argument, Option
 
+from data_tools.builder.build import MANIFEST_NAME
 from data_tools.executor import Executor, open_ledger
 from data_tools.options import File, Folders, WorkerOptions
 from data_tools.shards import (
-    Numbers,
+    NameHashes,
     Shard,
     ShardReader,
-    keys_in,
-    numbers_of,
-    repeated,
+    find_repeated,
+    hash_names,
     repeated_keys,
     scan,
     tars_in,
@@ -46,13 +46,13 @@ from vlp.io import sha256_of
 from vlp.lock import FolderLock
 
 
-class Examined(NamedTuple):
-    """A shard, or a problem of its folder as a whole (`contents` is None)."""
+class Finding(NamedTuple):
+    """Result for a shard, or for a folder as a whole (`contents` is None)."""
 
     damage: list[Damage]
     contents: ShardContents | None = None
     images: int = 0
-    keys: Numbers = np.empty(0, np.uint64)
+    keys: NameHashes = np.empty(0, np.uint64)
 
 
 def verify(
@@ -67,31 +67,34 @@ def verify(
 
         python -m data_tools verify shards/cc3m shards/sbu --report damage.tsv
 
-    Damage is printed as it is found and counted by kind at the end; --report FILE keeps all of it,
-    one line each: kind, tab, place, and with it an interrupted check goes on where it was. The exit
-    code is 1 if there is any. A flipped byte that leaves an image decodable shows only against the
-    sha256 of a manifest.json.
+    Damage is printed when it is found, and counted by kind at the end. --report FILE has a line for
+    each: kind, tab, place; with it, the same command continues an interrupted check. The exit code
+    is 1 if there is damage. A flipped byte that leaves an image decodable is found only if
+    manifest.json has the sha256 of the shard.
     """
     executor = workers.workers()
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there is no such folder of shards")
     counts: Counter[str] = Counter()
     images = samples = 0
     with ExitStack() as stack:
         file = ledger = None
         if report is not None:
-            file = stack.enter_context(_opened(report))
+            file = stack.enter_context(_open_report(report))
             ledger = stack.enter_context(open_ledger(Path(f"{report}.tasks")))
-        for folder in _distinct(folders):
-            for examined in check(folder, quick, executor, ledger):
-                images += examined.images
-                samples += examined.contents.samples if examined.contents else 0
-                for damage in examined.damage:
+        for folder in {folder.resolve(): folder for folder in folders}.values():
+            for finding in check(folder, quick, executor, ledger):
+                images += finding.images
+                samples += finding.contents.samples if finding.contents else 0
+                for damage in finding.damage:
                     counts[damage.kind] += 1
-                    _tell(damage, counts[damage.kind], file)
+                    _report(damage, counts[damage.kind], file)
     print(f"{samples} samples, {images} images {'listed' if quick else 'decoded'}")
     for kind, count in sorted(counts.items()):
         print(f"  {kind}: {count}")
     if counts and report is not None:
-        print(f"{report} names every one of them")
+        print(f"{report} lists all of them")
     print(f"damaged in {counts.total()} places" if counts else "no damage")
     return 1 if counts else 0
 
@@ -102,18 +105,18 @@ def index(
 ) -> int:
     """Write index.npz for a folder of WebDataset shards, as img2dataset and others make them.
 
-    The exit code is 1 if shards are damaged; each is indexed as far as it can be read.
+    A damaged shard is indexed up to the damage; the exit code is then 1.
     """
     executor = workers.workers()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder of shards")
     with FolderLock(folder), open_ledger(folder / ".index.tasks") as ledger:
 
-        def surveys(work: Callable[[Path], Survey], shards: Sequence[Path]) -> Iterator[Survey]:
-            surveyed = executor.map(work, shards, ledger=ledger)
-            yield from tqdm(surveyed, total=len(shards), unit="shard", disable=None)
+        def survey_all(work: Callable[[Path], Survey], shards: Sequence[Path]) -> Iterator[Survey]:
+            surveys = executor.map(work, shards, ledger=ledger)
+            yield from tqdm(surveys, total=len(shards), unit="shard", disable=None)
 
-        problems = index_folder(folder, surveys)
+        problems = index_folder(folder, survey_all)
     shards = ShardIndex.open(folder).shards
     captions, without = int(shards.captions.sum()), int(shards.uncaptioned.sum())
     print(f"{folder}: {len(shards)} shards, {shards.total} samples, {captions} captions")
@@ -126,71 +129,62 @@ def index(
 
 def check(
     folder: Path, quick: bool, executor: Executor, ledger: Path | None = None
-) -> Iterator[Examined]:
-    """Examine a folder's shards one by one (unless in the ledger), then all together."""
+) -> Iterator[Finding]:
+    """Check the shards of a folder one by one, then all together with index and manifest."""
     shards = []
-    # Where no shard is left, an index or a manifest may still say what there should be.
-    listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
-    if not listed or any(folder.glob("*.tar")):
+    # Without any shard, an index or a manifest still lists which ones are missing.
+    is_listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
+    if not is_listed or any(folder.glob("*.tar")):
         shards = tars_in(folder)
     manifest, damage = read_manifest(folder)
-    hashed = not quick and any(entry.sha256 for entry in manifest or ())
-    work = partial(examine, quick=quick, hashed=hashed)
+    with_sha256 = not quick and any(entry.sha256 for entry in manifest or ())
+    work = partial(check_shard, quick=quick, with_sha256=with_sha256)
     contents: dict[str, ShardContents] = {}
-    keys: list[Numbers] = []
-    for shard, examined in scan(work, shards, executor, f"verify {folder}", ledger=ledger):
-        yield examined
-        keys.append(examined.keys)
-        if examined.contents is not None:
-            contents[shard.name] = examined.contents
+    keys: list[NameHashes] = []
+    for shard, finding in scan(work, shards, executor, f"verify {folder}", ledger=ledger):
+        yield finding
+        keys.append(finding.keys)
+        if finding.contents is not None:
+            contents[shard.name] = finding.contents
     damage += against_index(folder, contents)
     if manifest is not None:
         damage += against_manifest(folder, manifest, contents)
-    yield Examined(damage)
-    duplicates = repeated(keys).values
+    _, duplicates = find_repeated(keys)
     if len(duplicates):
-        yield Examined(list(_duplicates(shards, duplicates, executor)))
+        occurrences: set[str] = set()
+        for shard, key in repeated_keys(shards, duplicates, executor):
+            if key in occurrences:
+                damage.append(Damage("duplicate key", f"{shard}, {key} (came before)"))
+            occurrences.add(key)
+    yield Finding(damage)
 
 
-def examine(shard: Shard, quick: bool = False, hashed: bool = False) -> Examined:
-    """Read one shard to its end; `hashed` takes the sha256 of the whole tar too."""
-    with ShardReader(shard.path) as opened:
-        if opened.missing:
-            return Examined([Damage("missing shard", f"{shard} ({opened.problem})")])
-        damage, captions, images = _damage_of(opened), [], 0
-        for sample in opened.samples:
-            images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
-            look = _structure if quick else _content
-            damage.extend(Damage(bad.kind, bad.where) for bad in look(opened, sample))
-            captions.append(0 if quick else _captions(opened, sample))
-        locations, rows = _digests(sample_rows(opened.samples, captions))
-        keys = numbers_of(keys_in(opened))
-        contents = ShardContents(len(opened), shard.path.stat().st_size, locations)
+def check_shard(shard: Shard, quick: bool = False, with_sha256: bool = False) -> Finding:
+    """Check a shard's samples; `with_sha256` hashes the tar for the manifest's check."""
+    with ShardReader(shard.path) as reader:
+        if reader.missing:
+            return Finding([Damage("missing shard", f"{shard} ({reader.problem})")])
+        damage, captions, images = [], [], 0
+        if reader.problem:
+            where = f"{shard}: {reader.problem}, {len(reader.samples)} samples before it"
+            damage.append(Damage("corrupt shard", where))
+        elif not reader.samples:
+            damage.append(Damage("empty shard", str(shard)))
+        check_sample = _check_headers if quick else _check_content
+        for files in reader.samples:
+            images += sum(name.removeprefix("1.") in IMAGES for name in files.files)
+            damage += [Damage(bad.kind, bad.where) for bad in check_sample(reader, files)]
+            captions.append(0 if quick else _count_captions(reader, files))
+        locations, rows = _digests(sample_rows(reader.samples, captions))
+        contents = ShardContents(len(reader.samples), shard.path.stat().st_size, locations)
         if not quick:
             contents = contents._replace(captions=sum(captions), rows=rows)
-        if hashed:
+        if with_sha256:
             contents = contents._replace(sha256=sha256_of(shard.path))
-        return Examined(damage, contents, images, keys)
+        return Finding(damage, contents, images, hash_names(reader.keys))
 
 
-def _duplicates(
-    shards: Sequence[Shard], duplicates: Numbers, executor: Executor
-) -> Iterator[Damage]:
-    keys: set[str] = set()
-    for shard, key in repeated_keys(shards, duplicates, executor):
-        if key in keys:
-            yield Damage("duplicate key", f"{shard}, {key} (came before)")
-        keys.add(key)
-
-
-def _damage_of(shard: ShardReader) -> list[Damage]:
-    if shard.problem:
-        place = f"{shard.path}: {shard.problem}, {len(shard)} samples before it"
-        return [Damage("corrupt shard", place)]
-    return [] if len(shard) else [Damage("empty shard", str(shard.path))]
-
-
-def _structure(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
+def _check_headers(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
     if not any(name in IMAGES for name in files.files):
         yield BadSample("missing image", shard.where(files))
     for name, member in files.files.items():
@@ -198,9 +192,9 @@ def _structure(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
             yield BadSample("unreadable image", f"{shard.where(files)}.{name} (0 bytes)")
 
 
-def _content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
+def _check_content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
     try:
-        # A key that came before is found over all shards; here its files count like any others.
+        # `check` finds repeated keys over all shards; here the files of one are like any others.
         sample = shard.read(files._replace(repeated=False))
     except BadSample as bad:
         yield bad
@@ -209,31 +203,30 @@ def _content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
         if data is not None:
             try:
                 decode_image(data, sample.where)
-                _check_sums(data, sample.where)
+                _check_png_checksums(data, sample.where)
             except BadSample as bad:
                 yield bad
 
 
-def _captions(shard: ShardReader, sample: SampleFiles) -> int:
-    # As the index counts them.
+def _count_captions(shard: ShardReader, files: SampleFiles) -> int:
+    """Count the captions of a sample as its index does: 0 for a bad one."""
     try:
-        return len(captions_of(shard.annotation(sample)))
+        return len(captions_of(shard.annotation(files)))
     except BadSample:
         return 0
 
 
-def _check_sums(data: bytes, where: str) -> None:
+def _check_png_checksums(data: bytes, where: str) -> None:
     # Decoding does not verify the checksums of a PNG's chunks.
     if data.startswith(b"\x89PNG"):
         try:
             with open_image(data, where) as image:
                 image.verify()
-        # As in `decode_image`, all of them mean the same.
-        except Exception as error:
+        except Exception as error:  # Pillow raises many classes
             raise BadSample("unreadable image", f"{where} ({error})") from error
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_report(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path, "w", encoding="utf-8")
@@ -241,49 +234,40 @@ def _opened(path: Path) -> IO[str]:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-_MOST_SHOWN = 10  # of a kind
+_MAX_PRINTED = 10  # of a kind
 
 
-def _tell(damage: Damage, count: int, report: IO[str] | None) -> None:
+def _report(damage: Damage, count: int, report: IO[str] | None) -> None:
+    """Write damage to the report and print it, if it is among the first of its kind."""
     if report is not None:
         report.write(f"{damage.kind}\t{damage.where}\n")
         report.flush()
-    if count <= _MOST_SHOWN:
+    if count <= _MAX_PRINTED:
         tqdm.write(f"{damage.kind}: {damage.where}")
-    elif count == _MOST_SHOWN + 1:
+    elif count == _MAX_PRINTED + 1:
         tqdm.write(f"{damage.kind}: more of them, which are counted")
 
 
-def _distinct(folders: Sequence[Path]) -> list[Path]:
-    for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: there is no such folder of shards")
-    return list({folder.resolve(): folder for folder in folders}.values())
-
-
-MANIFEST_NAME = "manifest.json"
-
-
 class Damage(NamedTuple):
-    """Kind of damage (one of few) and its location."""
+    """A kind of damage, such as `corrupt shard` or a kind of BadSample, and its location."""
 
     kind: str
     where: str
 
 
 class ShardContents(NamedTuple):
-    """Contents of a shard, None if not read; `rows` and `locations` are digests of its index."""
+    """Properties of a shard that its index or manifest states; None if not computed."""
 
     samples: int
     bytes: int
-    locations: str
+    locations: str  # digest of the samples' offsets and sizes
     captions: int | None = None
-    rows: str | None = None
+    rows: str | None = None  # digest of the index's rows: locations and numbers of captions
     sha256: str | None = None
 
 
 class ManifestShard(BaseModel):
-    """A shard as in its manifest; missing fields are not compared."""
+    """A shard in its manifest; missing fields are not compared."""
 
     name: str
     samples: int | None = None
@@ -296,7 +280,7 @@ class _Manifest(BaseModel):
 
 
 def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[Damage]:
-    """Find the differences between the index and the shards (all, by name)."""
+    """Return the differences between a folder's index and its shards, by name."""
     path = folder / INDEX_NAME
     remedy = f"make a new one with: python -m data_tools index {folder}"
     try:
@@ -316,7 +300,7 @@ def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[D
     ]
     if rows is None:
         damage.append(Damage("unusable index", f"{folder / shards.file}: is not there"))
-    # Rows of all shards follow each other.
+    # The table has the rows of the first shard's samples, then of the second's ...
     starts = (np.cumsum(shards.samples) - shards.samples).tolist()
     for entry, start in zip(shards, starts):
         actual = contents.get(entry.name)
@@ -325,9 +309,9 @@ def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[D
             continue
         difference = _difference(entry, actual, ("samples", "bytes", "captions"))
         if difference is None and rows is not None:
-            locations, whole = _digests(rows[start : start + entry.samples])
-            if locations != actual.locations or actual.rows not in (None, whole):
-                difference = "its samples lie elsewhere, or have other captions"
+            locations, row_digest = _digests(rows[start : start + entry.samples])
+            if locations != actual.locations or actual.rows not in (None, row_digest):
+                difference = "its samples have other offsets, or other captions"
         if difference is not None:
             damage.append(Damage("index differs", f"{folder / entry.name}: {difference}"))
     return damage
@@ -348,14 +332,14 @@ def read_manifest(folder: Path) -> tuple[list[ManifestShard] | None, list[Damage
 def against_manifest(
     folder: Path, manifest: Sequence[ManifestShard], contents: Mapping[str, ShardContents]
 ) -> list[Damage]:
-    """Find the differences between the manifest and the shards (all, by name)."""
+    """Return the differences between a folder's manifest and its shards, by name."""
     damage = []
     for entry in manifest:
         actual = contents.get(entry.name)
-        difference = "is not there"
+        difference: str | None = "is not there"
         if actual is not None:
-            difference = _difference(entry, actual, ("samples", "bytes", "sha256")) or ""
-        if difference:
+            difference = _difference(entry, actual, ("samples", "bytes", "sha256"))
+        if difference is not None:
             damage.append(Damage("manifest differs", f"{folder / entry.name}: {difference}"))
     for name in sorted(contents.keys() - {entry.name for entry in manifest}):
         damage.append(Damage("manifest differs", f"{folder / name}: is not in {MANIFEST_NAME}"))
@@ -363,7 +347,7 @@ def against_manifest(
 
 
 def _difference(entry: object, contents: ShardContents, fields: Sequence[str]) -> str | None:
-    # A field that one side does not know cannot differ.
+    """Return the first difference as text; None if all fields are equal or None on one side."""
     for field in fields:
         expected, actual = getattr(entry, field), getattr(contents, field)
         if expected is not None and actual is not None and expected != actual:
@@ -372,5 +356,6 @@ def _difference(entry: object, contents: ShardContents, fields: Sequence[str]) -
 
 
 def _digests(rows: NDArray[np.void]) -> tuple[str, str]:
+    """Return digests of the locations in rows of an index, and of the whole rows."""
     locations = np.stack((rows["start"], rows["blocks"]))
     return tuple(blake2b(part.tobytes(), digest_size=8).hexdigest() for part in (locations, rows))  # type: ignore[return-value]

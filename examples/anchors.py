@@ -54,11 +54,11 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
     distance = anchor_distance(similarity, threshold)
     path, reachable = anchor_path(distance, model.config.image.grid)
 
-    anchors = (similarity >= threshold).float().mean(-1)[0]  # (patches, tokens)
+    anchor_shares = (similarity >= threshold).float().mean(-1)[0]  # (patches, tokens)
     columns = model.config.image.grid[1]
     for number, word in enumerate(text.words(options.text)):
-        patch = int(anchors[:, number].argmax())
-        share, row, column = float(anchors[patch, number]), patch // columns, patch % columns
+        patch = int(anchor_shares[:, number].argmax())
+        share, row, column = float(anchor_shares[patch, number]), patch // columns, patch % columns
         print(f"{word:12} row {row}, column {column}: anchor in {share:.0%} of the groups")
     print(f"{float(reachable.float().mean()):.0%} of all paths reach an anchor")
     return path

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -22,15 +22,15 @@ from tqdm import tqdm
 from data_tools.builder.samples import Refused, SampleSpec, TakeDown
 from data_tools.builder.write_shard import (
     JOURNAL_NAME,
+    BuildPlan,
     Journal,
-    Pieces,
     Record,
     make_shard,
-    require_own_shards,
-    temporary,
+    require_build_shards,
+    temporary_path,
 )
 from data_tools.options import BuildOptions
-from data_tools.originals import Originals, unpacked
+from data_tools.originals import Originals, unpack_archives
 from data_tools.rows import Faults
 from vlp.config import ConfigError
 from vlp.data.limits import limits
@@ -39,9 +39,8 @@ from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex, index_folder
 from vlp.io import atomic_write, parse_json, sync_path, write_text
 from vlp.lock import FolderLock
 
-_ASIDE = ".replaced-*"
-# Raised whenever equal inputs give other shards.
-BUILD_VERSION = 1
+_REPLACED = ".replaced-*"
+BUILD_VERSION = 1  # raised whenever equal inputs give other shards
 
 
 def build_in_steps(
@@ -54,9 +53,9 @@ def build_in_steps(
     total: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Generator[dict[str, Any], None, None]:
-    """Write the shards, their index and `OUT/manifest.json` in two steps; earlier shards are kept.
+    """Write shards, their index and `OUT/manifest.json` in two steps; shards up to date are kept.
 
-    Yields {} once `specs` fit the shards in `out`, before any is written, then the manifest.
+    Yields {} once `specs` fit the shards in `out`, before a shard is written, then the manifest.
     `arguments` are the command-line arguments on which the shards depend.
     """
     settings = {
@@ -75,31 +74,35 @@ def build_in_steps(
             if options.replace:
                 _set_aside(out, build_settings)
             journal = stack.enter_context(Journal(out, build_settings))
-            stack.enter_context(_without_leftovers(out))
-            pieces = Pieces(originals, journal, options, take_down)
-            jobs = pieces.jobs(specs)
+            # A killed run leaves unfinished shards, and so does an error of this run.
+            _remove_unfinished(out)
+            stack.callback(_remove_unfinished, out)
+            plan = BuildPlan(originals, journal, options, take_down)
+            jobs = plan.jobs(specs)
             # The first job comes only after the list was checked against the existing shards.
             first = list(islice(jobs, 1))
             yield {}
             # Shards of an earlier run do not count for the bar's speed.
-            initial = pieces.unchanged
+            initial = plan.num_unchanged
             with tqdm(
                 total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial
             ) as bar:
-                # A shard's bytes depend on its piece of the list alone, so any order will do.
+                # Shards are independent, so they are published in the order they finish.
                 results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
                 for record, process in results:
                     _publish(journal, record, process)
                     bar.update(record.wanted)
-                bar.update(pieces.unchanged - initial)
-            journal.finish(pieces.shards)
-            manifest = make_manifest(pieces, title, manifest_arguments)
-            _write_index(out, manifest)
-            write_manifest(out / MANIFEST_NAME, manifest)
+                bar.update(plan.num_unchanged - initial)
+            journal.finish(plan.num_shards)
+            manifest = make_manifest(plan, title, manifest_arguments)
+            _update_index(out, manifest)
+            with atomic_write(out / MANIFEST_NAME, "w", durable=True) as file:
+                json.dump(manifest, file, indent=1, ensure_ascii=False)
+                file.write("\n")
             # Delete the replaced shards only after a complete build that is not empty.
             if options.replace and manifest["samples"]:
-                for aside in out.glob(_ASIDE):
-                    shutil.rmtree(aside)
+                for folder in out.glob(_REPLACED):
+                    shutil.rmtree(folder)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or out}: cannot be written ({error.strerror}); finished shards stay, "
@@ -109,62 +112,51 @@ def build_in_steps(
 
 
 def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
-    """Move a build's output into a folder of its own, once for all runs of a command.
+    """Move an earlier build into `.replaced-NNN`, unless a run of the same settings has done so.
 
-    Raises ConfigError at tars that no build wrote, before anything is moved.
+    Refuses tars that no build wrote, before anything is moved.
     """
-    done, number = "replaced_by.json", len(list(out.glob(_ASIDE)))
+    marker, number = "replaced_by.json", len(list(out.glob(_REPLACED)))
     if number:
-        last = out / _ASIDE.replace("*", f"{number - 1:03d}")
-        if not (last / done).exists():
-            # A run was killed while it moved.
-            number -= 1
-        elif parse_json((last / done).read_bytes()) == build_settings:
+        last = out / _REPLACED.replace("*", f"{number - 1:03d}")
+        if not (last / marker).exists():
+            number -= 1  # a run was killed while it moved files: continue in its folder
+        elif parse_json((last / marker).read_bytes()) == build_settings:
             return
     has_build = number > 0 or (out / JOURNAL_NAME).exists()
-    require_own_shards(out, has_build)
+    require_build_shards(out, has_build)
     if not has_build:
         return
-    aside = out / _ASIDE.replace("*", f"{number:03d}")
-    aside.mkdir(exist_ok=True)
+    folder = out / _REPLACED.replace("*", f"{number:03d}")
+    folder.mkdir(exist_ok=True)
     bookkeeping = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
     for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *bookkeeping):
         if path.exists():
-            path.rename(aside / path.name)
-    write_text(aside / done, json.dumps(build_settings))
+            path.rename(folder / path.name)
+    write_text(folder / marker, json.dumps(build_settings))
 
 
 def _publish(journal: Journal, record: Record, process: int) -> None:
-    temporary_path = temporary(journal.folder, record.number, process)
+    unfinished = temporary_path(journal.folder, record.number, process)
     path = journal.folder / record.name
-    # It knows the shards of before, and sizes alone would not tell: tars are filled up to 10 KiB.
+    # The index lists the previous shard, perhaps with the same size: tars are padded to 10 KiB.
     (journal.folder / INDEX_NAME).unlink(missing_ok=True)
     journal.add(record)
     if record.samples:
-        temporary_path.rename(path)
+        unfinished.rename(path)
     else:
-        temporary_path.unlink()
+        unfinished.unlink()
         path.unlink(missing_ok=True)
     sync_path(journal.folder)
 
 
-@contextmanager
-def _without_leftovers(out: Path) -> Iterator[None]:
-    # A killed run leaves unfinished shards behind, and so does a failure of this one.
-    try:
-        _sweep(out)
-        yield
-    finally:
-        _sweep(out)
+def _remove_unfinished(out: Path) -> None:
+    for path in out.glob("shard-[0-9]*.tar.[0-9]*.tmp"):
+        path.unlink(missing_ok=True)
 
 
-def _sweep(out: Path) -> None:
-    for leftover in out.glob("shard-[0-9]*.tar.[0-9]*.tmp"):
-        leftover.unlink(missing_ok=True)
-
-
-def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
-    # A survey reads every shard, so the index stays where no shard changed.
+def _update_index(out: Path, manifest: Mapping[str, Any]) -> None:
+    # Indexing reads every shard, so an index that fits is kept.
     shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
     if not shards:
         (out / INDEX_NAME).unlink(missing_ok=True)
@@ -181,30 +173,25 @@ def _write_index(out: Path, manifest: Mapping[str, Any]) -> None:
 MANIFEST_NAME = "manifest.json"
 
 
-def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a finished build; equal shards and failures give equal ones."""
-    records = [pieces.journal.records[number] for number in range(pieces.shards)]
-    failures = {kind: list(ids) for kind, ids in pieces.refused.items()}
+def make_manifest(plan: BuildPlan, title: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a finished build; an interrupted and resumed build gives the same."""
+    records = [plan.journal.records[number] for number in range(plan.num_shards)]
+    failures = {kind: list(ids) for kind, ids in plan.refused.items()}
     for record in records:
         for kind, ids in record.failures.items():
             failures.setdefault(kind, []).extend(ids)
         if record.taken_down:
             failures.setdefault("taken down", []).extend(record.taken_down)
-    unmatched = sorted(pieces.take_down.lines - pieces.take_down.matched)
+    unmatched = sorted(plan.take_down.lines - plan.take_down.matched_lines)
     return {
         "title": title,
-        "licence": pieces.options.licence,
+        "licence": plan.options.licence,
         "arguments": {**arguments, "limits": limits().model_dump()},
         "samples": sum(record.samples for record in records),
         "captions": sum(record.captions for record in records),
         "bytes": sum(record.bytes for record in records),
         "shards": [
-            {
-                "name": record.name,
-                "samples": record.samples,
-                "bytes": record.bytes,
-                "sha256": record.sha256,
-            }
+            {"name": record.name, **record.model_dump(include={"samples", "bytes", "sha256"})}
             for record in records
             if record.samples
         ],
@@ -212,20 +199,13 @@ def make_manifest(pieces: Pieces, title: str, arguments: Mapping[str, Any]) -> d
             kind: {"count": len(ids), "ids": ids} for kind, ids in sorted(failures.items())
         },
         "take_down_without_a_sample": unmatched,
-        "problems": pieces.originals.problems,
+        "problems": plan.originals.problems,
         "versions": {"pillow": PIL.__version__, "libjpeg_turbo": features.version("libjpeg_turbo")},
     }
 
 
-def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Write a manifest atomically."""
-    with atomic_write(path, "w", durable=True) as file:
-        json.dump(manifest, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-
-
 def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
-    """Print numbers of written and failed samples, and the file that names the failures."""
+    """Print the numbers of samples, and of failures by kind with the first id."""
     print(
         f"{out}: {manifest['samples']} samples, {manifest['captions']} captions in "
         f"{len(manifest['shards'])} shards, {manifest['bytes'] / 1e6:.1f} MB"
@@ -238,7 +218,7 @@ def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
     for problem in manifest["problems"]:
         print(f"  damaged: {problem}")
     if manifest["failures"]:
-        print(f"  {out / MANIFEST_NAME} names every one of them")
+        print(f"  {out / MANIFEST_NAME} lists all of them")
 
 
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?0*(\d{1,12})")
@@ -246,24 +226,21 @@ Specs = Iterable[SampleSpec | Refused]
 
 
 class CorpusPart(NamedTuple):
-    """One folder of shards, `OUT/NAME` or OUT; `specs` may be a function of the image finder."""
+    """A folder of shards to build: `OUT/NAME`, or OUT with an empty name."""
 
     name: str
-    specs: Specs | Callable[[Originals], Specs]
-    total: int | None = None
+    specs: Specs | Callable[[Originals], Specs]  # or a function of the images that returns them
+    total: int | None = None  # samples, for the progress bar
 
 
 class Target(NamedTuple):
-    """Output folder, build options, title and licence of shards.
-
-    `settings` are arguments that the shards depend on, with file names but no folders.
-    """
+    """Output folder and options of a build, and what its manifest says."""
 
     out: Path
     build: BuildOptions
     title: str
     licence: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # arguments on which the shards depend; files without folders
 
 
 def convert_rows(
@@ -281,9 +258,9 @@ def convert_rows(
 def benchmark_part(
     name: str, samples: Iterable[SampleSpec], faults: Faults, total: int | None, title: str
 ) -> CorpusPart:
-    """Return a part that counts the questions and expressions of lost images."""
+    """Return a part; its manifest counts questions and expressions of missing images, too."""
     specs = iter(samples)
-    # Before any archive is unpacked, which takes minutes: a wrong file is an error at once.
+    # Read a row before archives are unpacked (minutes), so that a wrong file fails at once.
     first = next(specs, None)
     if first is None:
         detail = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
@@ -297,9 +274,9 @@ def make_corpus(
     parts: Sequence[CorpusPart],
     originals: Callable[[Sequence[Path]], Originals] = Originals,
 ) -> int:
-    """Build every part and print its results; returns 1 without a single sample."""
+    """Build all parts and print their manifests; returns the exit code (1: no sample written)."""
     try:
-        with unpacked(images, target.out) as places:
+        with unpack_archives(images, target.out) as places:
             return build_parts(target, parts, originals(places))
     except OSError as error:
         raise ConfigError(f"{error.filename or target.out}: {error.strerror}") from error
@@ -309,9 +286,9 @@ def build_parts(
     target: Target,
     parts: Sequence[CorpusPart],
     originals: Originals,
-    accepted: Callable[[], object] = lambda: None,
+    before_writing: Callable[[], object] = lambda: None,
 ) -> int:
-    """Build every part from found images; `accepted` is called before the first shard changes."""
+    """Build parts as `make_corpus` does; `before_writing` is called once all of them fit OUT."""
     options = replace(target.build, licence=target.build.licence or target.licence)
     written = 0
     with ExitStack() as stack:
@@ -327,10 +304,11 @@ def build_parts(
                 arguments=target.settings,
             )
             builds.append(stack.enter_context(closing(build)))
-            # Whichever part is refused, none has changed.
+            # A part that does not fit is an error before any part changes. With --replace every
+            # part fits, and earlier shards move only when the part is built.
             if not options.replace:
                 next(build)
-        accepted()
+        before_writing()
         for part, build in zip(parts, builds, strict=True):
             *_, manifest = build
             print_manifest(target.out / part.name, manifest)
@@ -340,11 +318,6 @@ def build_parts(
     return 0 if written else 1
 
 
-def file_names(paths: Iterable[Path]) -> list[str]:
-    """Return files without their folders, for `Target.settings`."""
-    return [path.name for path in paths]
-
-
 def check_splits(splits: Sequence[str] | None, available: Sequence[str]) -> None:
     """Refuse splits of the command line that a data set does not have."""
     if unknown := sorted(set(splits or ()) - set(available)):
@@ -352,34 +325,37 @@ def check_splits(splits: Sequence[str] | None, available: Sequence[str]) -> None
 
 
 def key_of(identifier: str) -> str:
-    """Return a key for an id, with `_` for anything but letters, digits and hyphens."""
+    """Return a sample's key from an id: all but ASCII letters, digits and hyphens become `_`."""
     return re.sub(r"[^0-9A-Za-z-]", "_", identifier)
 
 
 def stems_of(names: Iterable[str]) -> dict[str, str]:
-    """Return each image's stem, or its path (perhaps with extension) if several share the stem."""
+    """Return by name a stem that gives a unique key: file stem, else path, else whole name."""
     forms: tuple[Callable[[str], str], ...] = (
         lambda name: PurePosixPath(name).stem,
         lambda name: str(PurePosixPath(name).parent / PurePosixPath(name).stem),
         str,
     )
-    rest = list(dict.fromkeys(names))
+    ambiguous = list(dict.fromkeys(names))
     stems: dict[str, str] = {}
     for form in forms:
         by_key: dict[str, list[str]] = defaultdict(list)
-        for name in rest:
+        for name in ambiguous:
             by_key[key_of(form(name))].append(name)
-        stems |= {same[0]: form(same[0]) for same in by_key.values() if len(same) == 1}
-        rest = [name for name in rest if name not in stems]
-    return {**dict(zip(rest, rest)), **stems}
+        stems |= {group[0]: form(group[0]) for group in by_key.values() if len(group) == 1}
+        ambiguous = [name for name in ambiguous if name not in stems]
+    return stems | {name: name for name in ambiguous}
 
 
 def image_identity(name: str, source: str, unique_stem: str | None = None) -> tuple[str, str]:
-    """Return (source, image_id) by file name; the id is `unique_stem` or its stem."""
+    """Return (source, image_id) of an image file: the id is its stem, or `unique_stem` if given.
+
+    A COCO name, `COCO_val2014_000000000042.jpg`, gives ("coco", "42") in any source, so that an
+    image of several benchmarks has one identity; so does `000000000042.jpg` in source "coco".
+    """
     stem = PurePosixPath(name).stem
     if unique_stem not in (None, stem):
         return source, str(unique_stem)
-    # COCO's names count in any source, so that an image of several benchmarks has one identity.
     match = _COCO.fullmatch(stem)
     if match and (stem.startswith("COCO_") or source == "coco"):
         return "coco", match[1]
@@ -389,7 +365,7 @@ def image_identity(name: str, source: str, unique_stem: str | None = None) -> tu
 def _with_refusals(
     samples: Iterable[SampleSpec], faults: Faults, originals: Originals
 ) -> Iterator[SampleSpec | Refused]:
-    """Yield samples, of missing images a Refused per question and expression, then `faults`."""
+    """Yield samples, questions and expressions of missing images as Refused, and then `faults`."""
     for sample in samples:
         yield sample
         if None in map(originals.find, sample.images):

@@ -1,4 +1,4 @@
-"""Samples of a converter, refused rows, cleaned captions and take-down lists."""
+"""Sample specs, refused rows, caption cleaning and take-down lists."""
 
 from __future__ import annotations
 
@@ -18,30 +18,28 @@ from vlp.io import atomic_write
 
 
 class SampleSpec(NamedTuple):
-    """One sample to build, of one image or two; its key has no dots or slashes.
+    """A sample to build, with one image or two by file name."""
 
-    Boxes are in pixels of `size` (width, height), by default of the original.
-    """
-
-    key: str
+    key: str  # printable, without dots, slashes and spaces
     images: tuple[str, ...]
     annotation: Annotation
-    size: tuple[int, int] | None = None
+    size: tuple[int, int] | None = None  # (width, height) that boxes refer to; None: the image's
 
 
 class Refused(NamedTuple):
-    """A part of the raw data that makes no sample, by its `id`; counted by kind."""
+    """An unusable part of the raw data; the manifest counts them by kind and lists their ids."""
 
     kind: str
     id: str
 
 
 def has_text(annotation: Annotation) -> bool:
-    """Return whether there is anything to learn: a text of any kind, a label or a box."""
+    """Return whether a sample can be trained on: it has a text of any kind, a label or a box."""
     fields = ("hypothesis", "statement", "label", "questions", "expressions", "boxes")
     # A label may be False.
-    others = any(getattr(annotation, field) not in (None, "", []) for field in fields)
-    return bool(captions_of(annotation)) or others
+    return bool(captions_of(annotation)) or any(
+        getattr(annotation, field) not in (None, "", []) for field in fields
+    )
 
 
 EMPTY, LINK, LONG = "empty caption", "caption of a URL alone", "caption too long"
@@ -52,23 +50,25 @@ _URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
 
 
 def clean_caption(text: str) -> str:
-    """Return a caption cleaned by one rule for all corpora; case and punctuation stay."""
-    # Some crawls have escaped HTML entities twice.
-    text = _ENTITY.sub(_character, _ENTITY.sub(_character, text))
+    """Decode HTML entities, drop invisible characters, normalise Unicode (NFC) and spaces."""
+    # Twice, as some crawls escape entities twice.
+    text = _ENTITY.sub(_decode_entity, _ENTITY.sub(_decode_entity, text))
     text = unicodedata.normalize("NFC", text)
-    # Plain text, the most of it, has no characters to replace.
-    text = "".join(map(_visible, text)) if not text.isascii() or not text.isprintable() else text
+    # Printable ASCII, the usual case, needs no look at each character.
+    if not text.isascii() or not text.isprintable():
+        text = "".join(map(_visible_form, text))
     # CC12M has `<PERSON>` where CC3M has `person`.
     return " ".join(_PERSON.sub("person", text).split())
 
 
-def _character(entity: re.Match[str]) -> str:
+def _decode_entity(entity: re.Match[str]) -> str:
     name = entity[0].removeprefix("&")
+    # `html.unescape` also decodes beginnings of a name: `&notit;` to `¬it;`.
     return html.unescape(entity[0]) if name[0] == "#" or name in html5 else entity[0]
 
 
-def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
-    """Return why a cleaned caption is dropped: one of `EMPTY`, `LINK` and `LONG`; None keeps it."""
+def drop_reason(caption: str, max_words: int = MAX_WORDS) -> str | None:
+    """Return `EMPTY`, `LINK` or `LONG` for a cleaned caption to drop, None for a usable one."""
     if not any(map(str.isalnum, caption)):
         return EMPTY
     if not any(map(str.isalnum, _URL.sub("", caption))):
@@ -81,11 +81,11 @@ def why_dropped(caption: str, max_words: int = MAX_WORDS) -> str | None:
 def clean_captions(
     texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
 ) -> tuple[list[str], list[Refused]]:
-    """Return the kept captions of an image, and the dropped ones by `KEY/caption 2` (from 0)."""
+    """Return an image's cleaned captions, and a Refused with id `KEY/caption N` per dropped one."""
     captions, dropped = [], []
     for number, text in enumerate(texts):
         caption = clean_caption(text or "")
-        reason = why_dropped(caption, max_words)
+        reason = drop_reason(caption, max_words)
         if reason is None:
             captions.append(caption)
         else:
@@ -93,21 +93,22 @@ def clean_captions(
     return captions, dropped
 
 
-def _visible(character: str) -> str:
+def _visible_form(character: str) -> str:
     category = unicodedata.category(character)
-    # Control characters part words; invisible ones do not, and scripts and emoji need joiners.
+    # Control characters and line separators stand between words.
     if category in ("Cc", "Cs", "Zl", "Zp"):
         return " "
+    # Format characters are invisible, but scripts and emoji need joiners.
     return "" if category == "Cf" and character not in _JOINERS else character
 
 
-# Keys may start with #.
+# A space must follow or precede the mark, as keys may start with #.
 _COMMENT = re.compile(r"^#(?:\s|$)|\s#")
-_OF_FOLDER = re.compile("# of (.+):")
+_FOLDER_HEADING = re.compile("# of (.+):")
 
 
 class Line(NamedTuple):
-    """A key to take down and why."""
+    """A line of a take-down list: the key of a sample to leave out, and the reason."""
 
     folder: Path
     key: str
@@ -115,15 +116,15 @@ class Line(NamedTuple):
 
 
 class TakeDown:
-    """Take-down list, and its lines that matched so far."""
+    """Samples to leave out, by key, `image_id` or `url`; lines that named a sample so far."""
 
     def __init__(self, lines: frozenset[str] = frozenset()) -> None:
         self.lines = lines
-        self.matched: set[str] = set()
+        self.matched_lines: set[str] = set()
 
     @classmethod
     def read(cls, path: Path | None, out: Path | None = None) -> TakeDown:
-        """Read a list; keys under `# of FOLDER:` (see `write_list`) count for that `out` alone."""
+        """Read a list; lines under `# of FOLDER:` (see `write_list`) count for that `out` only."""
         if path is None:
             return cls()
         try:
@@ -133,31 +134,31 @@ class TakeDown:
         lines: dict[Path | None, set[str]] = defaultdict(set)
         folder = None
         for line in text.splitlines():
-            if heading := _OF_FOLDER.fullmatch(line):
+            if heading := _FOLDER_HEADING.fullmatch(line):
                 folder = Path(heading[1]).resolve()
                 lines[folder] |= set()
             elif key := _COMMENT.split(line)[0].strip():
                 lines[folder].add(key)
+        # A folder without a heading gets all lines.
         local = lines.get(out.resolve()) if out is not None else None
         return cls(frozenset().union(*(lines.values() if local is None else (local, lines[None]))))
 
-    def names(self, key: str, annotation: Annotation) -> bool:
-        """Return whether a line names this sample: by key, `image_id` or `url`."""
-        if not self.lines:
-            return False
+    def matches(self, key: str, annotation: Annotation) -> bool:
+        """Return whether a line is this sample's key, `image_id` or `url`, and note the line."""
         url = (annotation.model_extra or {}).get("url")
-        matches = self.lines.intersection(
+        lines = self.lines.intersection(
             name for name in (key, annotation.image_id, url) if isinstance(name, str)
         )
-        self.matched |= matches
-        return bool(matches)
+        self.matched_lines |= lines
+        return bool(lines)
 
 
 def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterable[Path]) -> int:
-    """Write a list of keys of some folders whole or not at all; returns the number of keys."""
+    """Write a take-down list of some folders atomically; returns the number of keys."""
     count, folder = 0, None
     with atomic_write(path, error=ConfigError) as file:
         file.write(f"# {heading}\n".encode())
+        # A heading also for a folder without a line, or all lines would count for it.
         file.writelines(f"# of {other}:\n".encode() for other in dict.fromkeys(folders))
         for line in lines:
             if line.folder != folder:
@@ -166,12 +167,3 @@ def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterabl
             file.write(f"# {line.reason}\n{line.key}\n".encode())
             count += 1
     return count
-
-
-def warn_of_shared_keys(shared: int) -> None:
-    """Print a warning if `shared` kept samples have a key of the list."""
-    if shared:
-        print(
-            f"  careful: {shared} samples that are kept have the same key as a dropped one of "
-            "another folder: build each folder again where it is, which its part of the list is for"
-        )

@@ -1,4 +1,4 @@
-"""One shard of a build, and the journal of finished shards: one line of JSON a shard."""
+"""The shards of a build: which ones to write, how, and the journal of finished ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
+from itertools import count, repeat
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
@@ -17,7 +18,7 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from data_tools.builder.samples import Refused, SampleSpec, TakeDown, has_text
-from data_tools.executor import go_on
+from data_tools.executor import raise_if_stopped
 from data_tools.options import BuildOptions
 from data_tools.originals import ImageLocation, Originals
 from data_tools.shards import ShardReader
@@ -25,7 +26,7 @@ from vlp.config import ConfigError
 from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clip_box, shares, turn_of
 from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_image, orientation
 from vlp.data.limits import MAX_ANNOTATION_BYTES
-from vlp.data.schema import Annotation, Expression, Word, captions_of
+from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, contents
 from vlp.data.shards.tar import Member, append_member, close_tar, readable
 from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
@@ -33,18 +34,18 @@ from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
-class Prepared(NamedTuple):
-    """An encoded image as it is stored."""
+class StoredImage(NamedTuple):
+    """An encoded image as the shard stores it, upright."""
 
     data: bytes
     extension: str
     size: tuple[int, int]  # width, height in pixels
     original: tuple[int, int]  # width, height in the original's header, before turning
-    orientation: int = 1  # EXIF, 1 (upright) to 8; from 5 on sides are exchanged
+    orientation: int = 1  # EXIF of the original, 1 (upright) to 8; 5 to 8 exchange the sides
 
 
-def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> Prepared:
-    """Verify an image; re-encode it if turned, above `max_side` pixels or of another format.
+def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -> StoredImage:
+    """Verify an image; re-encode it if not upright, above `max_side` pixels or of another format.
 
     Raises BadSample.
     """
@@ -54,29 +55,28 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
         kind = _EXTENSIONS.get(image.format or "")
         reduced = max_side is not None and max(image.size) > max_side
         if kind is not None and turn == 1 and not reduced:
-            # Of a JPEG at an eighth of its size every byte is still read, in less time.
+            # A draft at 1/8 of a JPEG's size still reads every byte, and is faster.
             image.draft("RGB", (image.width // 8 + 1, image.height // 8 + 1))
             image.load()
-            return Prepared(data, kind, original, original)
-    # What is written anew stays PNG, or becomes JPEG.
-    stored = decode_image(data, where)
+            return StoredImage(data, kind, original, original)
+    upright = decode_image(data, where)
     if max_side is not None and reduced:
-        scale = max_side / max(stored.size)
-        size = max(1, round(stored.width * scale)), max(1, round(stored.height * scale))
-        stored = stored.resize(size, Image.Resampling.LANCZOS)
+        scale = max_side / max(upright.size)
+        size = max(1, round(upright.width * scale)), max(1, round(upright.height * scale))
+        upright = upright.resize(size, Image.Resampling.LANCZOS)
     stream = BytesIO()
     if kind == "png":
-        stored.save(stream, "PNG")
+        upright.save(stream, "PNG")
     else:
         kind = "jpg"
-        stored.save(stream, "JPEG", quality=quality)
-    return Prepared(stream.getvalue(), kind, stored.size, original, turn)
+        upright.save(stream, "JPEG", quality=quality)
+    return StoredImage(stream.getvalue(), kind, upright.size, original, turn)
 
 
 def fit_boxes(
-    annotation: Annotation, image: Prepared, size: tuple[int, int] | None
+    annotation: Annotation, image: StoredImage, size: tuple[int, int] | None
 ) -> tuple[Annotation, dict[str, list[str]]]:
-    """Scale, turn and cut every box by the rule of `vlp.data.boxes`.
+    """Turn, scale and clip the boxes of an annotation to the stored image.
 
     Boxes are [x, y, width, height] in pixels of `size`, by default of the upright original. Returns
     the annotation, and the names of faulty boxes by kind (`vlp.data.boxes.OUTSIDE`, ...).
@@ -85,7 +85,7 @@ def fit_boxes(
     upright = image.original[::-1] if image.orientation > 4 else image.original
     drawn_on = size if size is not None and min(size) > 0 else upright
     turn = turn_of(drawn_on, upright, image.orientation)
-    same = turn == 1 and drawn_on == upright == image.size
+    is_unchanged = turn == 1 and drawn_on == upright == image.size
 
     def fit(box: Sequence[float]) -> tuple[str | None, list[float] | None]:
         if turn is None:
@@ -93,62 +93,62 @@ def fit_boxes(
         kind, corners = clip_box(box, drawn_on)
         if corners is None:
             return kind, None
-        x, y, wide, high = box
-        # An unchanged box keeps all its digits.
-        if same and corners == (x, y, x + wide, y + high):
+        x, y, width, height = box
+        # Neither scaled nor rounded: the box keeps all its digits.
+        if is_unchanged and corners == (x, y, x + width, y + height):
             return None, list(box)
-        left, top, right, low = shares(corners, drawn_on, turn)
-        across, down = image.size
-        scaled = (left * across, top * down, (right - left) * across, (low - top) * down)
+        left, top, right, bottom = shares(corners, drawn_on, turn)
+        columns, rows = image.size
+        scaled = (left * columns, top * rows, (right - left) * columns, (bottom - top) * rows)
         rounded = [round(value, 2) for value in scaled]
         return (kind, rounded) if min(rounded[2:]) > 0 else (OUTSIDE, None)
 
-    def fitted(box: Sequence[float], name: str) -> list[float] | None:
-        kind, fitted_box = fit(box)
-        if kind is not None:
-            faults[kind].append(name)
-        return fitted_box
+    def fit_boxes_of(boxes: Iterable[Sequence[float]], names: Iterable[str]) -> list[list[float]]:
+        usable = []
+        for box, name in zip(boxes, names):
+            kind, fitting = fit(box)
+            if kind is not None:
+                faults[kind].append(name)
+            if fitting is not None:
+                usable.append(fitting)
+        return usable
 
-    def fitted_word(word: Word) -> Word | None:
-        name = f"word {word.caption}.{word.index}"
-        boxes = [fitted(box, name) for box in (word.box, *(word.others or ()))]
-        inside = [box for box in boxes if box is not None]
-        # A word or expression without a box has nothing to point at.
-        if not inside:
-            return None
-        return word.model_copy(update={"box": inside[0], "others": inside[1:] or None})
-
-    update: dict[str, list[Expression] | list[Word] | list[list[float]]] = {}
+    # Words and expressions without a box are dropped: they have nothing to point at.
+    update: dict[str, Any] = {}
     if annotation.expressions is not None:
         update["expressions"] = [
             expression.model_copy(update={"box": box})
             for expression in annotation.expressions
-            if (box := fitted(expression.box, f"expression {expression.id}")) is not None
+            for box in fit_boxes_of([expression.box], [f"expression {expression.id}"])
         ]
     if annotation.words is not None:
-        words = map(fitted_word, annotation.words)
-        update["words"] = [word for word in words if word is not None]
-    for name in ("boxes", "proposals"):
-        boxes = getattr(annotation, name)
-        if boxes is not None:
-            fitted_boxes = [fitted(box, f"{name} {number}") for number, box in enumerate(boxes)]
-            update[name] = [box for box in fitted_boxes if box is not None]
+        update["words"] = [
+            word.model_copy(update={"box": boxes[0], "others": boxes[1:] or None})
+            for word in annotation.words
+            if (
+                boxes := fit_boxes_of(
+                    (word.box, *(word.others or ())), repeat(f"word {word.caption}.{word.index}")
+                )
+            )
+        ]
+    for field in ("boxes", "proposals"):
+        if (boxes := getattr(annotation, field)) is not None:
+            update[field] = fit_boxes_of(boxes, (f"{field} {number}" for number in count()))
     return (annotation.model_copy(update=update) if update else annotation), faults
 
 
-# Another try may help.
-RETRIED = frozenset({"missing image", "unreadable image", "image too large"})
+# Failures that `--retry` tries again.
+RETRYABLE = frozenset({"missing image", "unreadable image", "image too large"})
 
 
 class Record(BaseModel):
-    """One finished shard; it has no file if all samples failed."""
+    """A finished shard; it has no file if all samples failed."""
 
     model_config = ConfigDict(frozen=True)
 
     number: int
-    # Samples of the list, written or not, and the sha256 of their keys, images and annotations.
-    wanted: int
-    inputs: str
+    wanted: int  # samples in this part of the list, written or not
+    inputs: str  # sha256 of their keys, images and annotations
     taken_down: list[str] = []
     samples: int = 0
     captions: int = 0
@@ -168,60 +168,56 @@ def shard_name(number: int) -> str:
 
 
 class ShardItem(NamedTuple):
-    """A sample to build and the places of its images (None: missing)."""
+    """A sample to write, and the locations of its images (None: missing)."""
 
-    key: str
-    annotation: Annotation
-    size: tuple[int, int] | None
+    sample: SampleSpec
     locations: tuple[ImageLocation | None, ...]
-    names: tuple[str, ...]
 
 
 class ShardJob(NamedTuple):
-    """One shard to build; `inputs` is its items' sha256, `previous` the earlier run's record."""
+    """A shard to write."""
 
     number: int
     folder: Path
     items: Sequence[ShardItem]
-    inputs: str
-    removed: frozenset[str]
-    max_side: int | None
-    quality: int
-    previous: Record | None = None
-    retry: bool = False
+    inputs: str  # sha256 of the items
+    removed: frozenset[str]  # keys of the take-down list
+    options: BuildOptions
+    previous: Record | None  # an earlier run's, with the same inputs
 
     def __str__(self) -> str:
         return shard_name(self.number)
 
 
-def temporary(folder: Path, number: int, process: int) -> Path:
-    """Return the path that a process writes a shard to before it is put in its place."""
+def temporary_path(folder: Path, number: int, process: int) -> Path:
+    """Return the path of a shard until it is finished; each process has its own."""
     return folder / f"{shard_name(number)}.{process}.tmp"
 
 
 def make_shard(job: ShardJob) -> tuple[Record, int]:
-    """Write a shard under a temporary name; return the record and the process in that name."""
+    """Write a shard to `temporary_path`; returns its record and the process id in the path."""
+    # Two processes may write one shard: a cluster starts a job again whose worker seems lost.
     process = os.getpid()
-    # Two processes may write one shard, where a cluster takes the first for lost.
-    path = temporary(job.folder, job.number, process)
+    path = temporary_path(job.folder, job.number, process)
     failures: dict[str, list[str]] = defaultdict(list)
     samples = captions = 0
-    stored = _Stored(job)
+    earlier = _EarlierShard(job)
     try:
         with open(path, "wb", opener=open_nofollow) as file:
             for item in job.items:
-                go_on()
-                if item.key in job.removed:
+                raise_if_stopped()
+                key = item.sample.key
+                if key in job.removed:
                     continue
                 try:
-                    count = stored.copy(item.key, file, failures)
-                    if count is None:
-                        count = _write(item, job, file, failures)
+                    num_captions = earlier.copy(key, file, failures)
+                    if num_captions is None:
+                        num_captions = _write_sample(item, job, file, failures)
                 except BadSample as bad:
-                    failures[bad.kind].append(item.key)
+                    failures[bad.kind].append(key)
                     continue
                 samples += 1
-                captions += count
+                captions += num_captions
             close_tar(file)
             sync(file)
         digest = sha256_of(path)
@@ -242,14 +238,14 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
     return record, process
 
 
-class _Stored:
-    """Result of an earlier run for this shard: samples to copy, failures not to try again."""
+class _EarlierShard:
+    """An earlier run's version of a shard: samples to copy, failures not to try again."""
 
     def __init__(self, job: ShardJob) -> None:
-        self._failed: dict[str, str] = {}
-        self._samples: dict[str, tuple[list[Member], int]] = {}
-        self._boxes: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        self._data: Path | None = None
+        self._failures: dict[str, str] = {}  # kind by key
+        self._samples: dict[str, tuple[list[Member], int]] = {}  # files, number of captions
+        self._box_faults: dict[str, list[tuple[str, str]]] = defaultdict(list)  # kind, name
+        self._path: Path | None = None
         previous = job.previous
         if previous is None:
             return
@@ -257,58 +253,60 @@ class _Stored:
             for name in names:
                 key, slash, _ = name.partition("/")
                 if slash:
-                    self._boxes[key].append((kind, name))
-                elif not (job.retry and kind in RETRIED):
-                    self._failed[key] = kind
-        if previous.samples:
-            self._load(job.folder / previous.name, previous.sha256)
+                    self._box_faults[key].append((kind, name))
+                elif not (job.options.retry and kind in RETRYABLE):
+                    self._failures[key] = kind
+        path = job.folder / previous.name
+        # Samples of a damaged shard are built from the originals again.
+        if not previous.samples or sha256_of(path) != previous.sha256:
+            return
+        self._path = path
+        with ShardReader(path) as shard:
+            for sample in shard.samples:
+                captions = captions_of(shard.annotation(sample))
+                self._samples[sample.key] = (list(sample.files.values()), len(captions))
 
     def copy(self, key: str, file: IO[bytes], failures: dict[str, list[str]]) -> int | None:
-        """Copy a sample's files and return its number of captions; None if missing."""
-        if key in self._failed or key in self._samples:
-            for kind, name in self._boxes.get(key, ()):
+        """Append a sample's files and return its number of captions; None for a sample to build.
+
+        Raises BadSample for a sample that failed.
+        """
+        if key in self._failures or key in self._samples:
+            for kind, name in self._box_faults.get(key, ()):
                 failures[kind].append(name)
-        if key in self._failed:
-            raise BadSample(self._failed[key], key)
-        if self._data is None or key not in self._samples:
+        if key in self._failures:
+            raise BadSample(self._failures[key], key)
+        if self._path is None or key not in self._samples:
             return None
         members, captions = self._samples[key]
-        with open(self._data, "rb") as source:
+        with open(self._path, "rb") as source:
             for member in members:
                 source.seek(member.offset)
                 append_member(file, member.name, source.read(member.size))
         return captions
 
-    def _load(self, path: Path, digest: str) -> None:
-        # A damaged shard is built from the originals again.
-        if sha256_of(path) != digest:
-            return
-        with ShardReader(path) as shard:
-            for sample in shard.samples:
-                count = len(captions_of(shard.annotation(sample)))
-                self._samples[sample.key] = (list(sample.files.values()), count)
-        self._data = path
 
-
-def _write(item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]) -> int:
-    """Write one sample and return its number of captions; raises BadSample."""
-    images = []
-    for location, name in zip(item.locations, item.names, strict=True):
+def _write_sample(
+    item: ShardItem, job: ShardJob, file: IO[bytes], failures: dict[str, list[str]]
+) -> int:
+    """Append a sample's files and return its number of captions; raises BadSample."""
+    sample, images = item.sample, []
+    for location, name in zip(item.locations, sample.images, strict=True):
         if location is None:
             raise BadSample("missing image", name)
-        images.append(prepare_image(location.read(), name, job.max_side, job.quality))
-    annotation, faults = fit_boxes(item.annotation, images[0], item.size)
+        options = job.options
+        images.append(prepare_image(location.read(), name, options.max_side, options.quality))
+    annotation, faults = fit_boxes(sample.annotation, images[0], sample.size)
     for kind, names in faults.items():
-        failures[kind].extend(f"{item.key}/{name}" for name in names)
+        failures[kind].extend(f"{sample.key}/{name}" for name in names)
     content = annotation.to_json()
     if len(content) > MAX_ANNOTATION_BYTES:
-        raise BadSample("bad annotation", f"{item.key} ({len(content)} bytes)")
+        raise BadSample("bad annotation", f"{sample.key} ({len(content)} bytes)")
     if not has_text(annotation):
-        raise BadSample("no text", item.key)
-    for number, image in enumerate(images):
-        middle = f".{number}" if number else ""
-        append_member(file, f"{item.key}{middle}.{image.extension}", image.data)
-    append_member(file, f"{item.key}.json", content)
+        raise BadSample("no text", sample.key)
+    for image, stem in zip(images, (sample.key, f"{sample.key}.1")):
+        append_member(file, f"{stem}.{image.extension}", image.data)
+    append_member(file, f"{sample.key}.json", content)
     return len(captions_of(annotation))
 
 
@@ -319,8 +317,7 @@ REMEDY = "--replace what is there"
 def require_same_settings(
     out: Path, stored: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
 ) -> None:
-    """Refuse a folder that was begun with other settings."""
-    # Settings that an older version did not store count as equal.
+    """Refuse a folder with shards of other settings; settings that it does not store are equal."""
     for name, value in {**dict.fromkeys(stored), **settings}.items():
         if name in stored and stored[name] != value:
             raise ConfigError(
@@ -329,54 +326,49 @@ def require_same_settings(
             )
 
 
-def require_own_shards(folder: Path, has_build: bool) -> None:
+def require_build_shards(folder: Path, has_build: bool) -> None:
     """Refuse tars in OUT that no build wrote; they are neither deleted nor read with the shards."""
-    # A shard without a record was published just before a kill: it is made again. One in a
-    # folder where no build began, or of another kind of name, is somebody else's.
+    # A kill may leave a build's shard without a record; it is then written again.
     for path in folder.glob("*.tar"):
-        if not (has_build and is_shard_name(path.name)):
+        if not (has_build and _is_shard_name(path.name)):
             raise ConfigError(
                 f"{path}: a shard that this command did not write; move it, or choose another --out"
             )
 
 
 class Journal:
-    """The records of a folder of shards by number, as a context; the caller holds the lock."""
+    """Records of a folder's finished shards, a JSON line each; use it as a context, under a lock.
+
+    The bytes of shards depend on the samples and on `settings` alone.
+    """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         self.records: dict[int, Record] = {}
         self._path = folder / JOURNAL_NAME
-        # All that the bytes of the shards depend on.
         self._settings = settings
-        was_there = self._path.exists()
+        existed = self._path.exists()
         self._file = open(self._path, "ab", opener=open_nofollow)  # noqa: SIM115
         try:
             has_build = self._read()
-            require_own_shards(folder, has_build)
+            require_build_shards(folder, has_build)
             self._is_new = not has_build
             if self._is_new:
                 self._append({"settings": settings})
         except BaseException:
             self._file.close()
-            if not was_there:
+            if not existed:
                 self._path.unlink()
             raise
 
     def add(self, record: Record) -> None:
-        """Remember a finished shard, just before its file is put in its place."""
-        # After a kill between the two, the file's sha256 tells that the earlier record holds.
+        """Add a finished shard, just before its file is renamed to its final name."""
+        # After a kill between the two, the file's sha256 shows that the earlier record is right.
         self.records[record.number] = record
         self._append(record.model_dump())
 
-    def last_shard(self) -> int:
-        """Return the number of the last shard with a file; -1 without any."""
-        names = (path.stem.removeprefix("shard-") for path in self.folder.glob("*.tar"))
-        return max(map(int, names), default=-1)
-
     def finish(self, shards: int) -> None:
-        """Write the file anew with the first `shards` records."""
-        # In order, as parallel builds append them as they come.
+        """Rewrite the file with the first `shards` records in order, and close it."""
         with atomic_write(self._path, durable=True) as file:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
@@ -387,21 +379,21 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()
-        is_refused = kind is not None and issubclass(kind, (Exception, GeneratorExit))
-        # A refused build has not begun; an interrupted one has.
-        if self._is_new and not self.records and is_refused:
+        has_failed = kind is not None and issubclass(kind, (Exception, GeneratorExit))
+        # A build that failed before its first shard leaves no trace; Ctrl-C keeps the settings.
+        if self._is_new and not self.records and has_failed:
             self._path.unlink()
 
     def _read(self) -> bool:
-        """Read the records; return whether a build began."""
+        """Read the settings and records, if any; returns whether the file has whole lines."""
         lines = self._path.read_bytes().split(b"\n")
-        whole = 0
+        size = 0  # of whole lines
         last, previous = None, None
         for number, line in enumerate(lines[:-1], 1):
             try:
                 content = parse_json(line)
                 if "settings" in content:
-                    self._compare(content["settings"])
+                    require_same_settings(self.folder, content["settings"], self._settings, REMEDY)
                 else:
                     last = Record.model_validate(content)
                     previous = self.records.get(last.number)
@@ -413,18 +405,16 @@ class Journal:
                 raise ConfigError(
                     f"{self._path}: line {number} is not of a build ({reason}); {REMEDY}"
                 ) from error
-            whole += len(line) + 1
+            size += len(line) + 1
+        # A kill between `add` and the renaming left the previous file in place: drop the last line.
         if last is not None and previous is not None:
             path = self.folder / last.name
-            if not _holds(path, last) and _holds(path, previous):
+            if not _fits(last, path) and _fits(previous, path):
                 self.records[previous.number] = previous
-                whole -= len(lines[-2]) + 1
-        # Behind the last line break lies the line a kill cut off.
-        self._file.truncate(whole)
-        return whole > 0
-
-    def _compare(self, stored: dict[str, Any]) -> None:
-        require_same_settings(self.folder, stored, self._settings, REMEDY)
+                size -= len(lines[-2]) + 1
+        # Also drop a line that a kill cut off, which has no line break.
+        self._file.truncate(size)
+        return size > 0
 
     def _append(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))
@@ -435,18 +425,17 @@ def _line(content: dict[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _holds(path: Path, record: Record) -> bool:
+def _fits(record: Record, path: Path) -> bool:
     return sha256_of(path) == record.sha256 if path.is_file() else not record.samples
 
 
-def is_shard_name(name: str) -> bool:
-    """Return whether a build gives its shards such a name."""
+def _is_shard_name(name: str) -> bool:
     digits = name.removeprefix("shard-").removesuffix(".tar")
     return digits.isdecimal() and name == shard_name(int(digits))
 
 
-class Pieces:
-    """Cutter of the list into pieces, which also decides which of them to build."""
+class BuildPlan:
+    """Division of a list of samples into shards, and the choice of those to write."""
 
     def __init__(
         self, originals: Originals, journal: Journal, options: BuildOptions, take_down: TakeDown
@@ -455,32 +444,33 @@ class Pieces:
         self.journal = journal
         self.options = options
         self.take_down = take_down
-        self.refused: dict[str, list[str]] = defaultdict(list)
-        self.shards = 0
-        # Samples of shards that need not be made.
-        self.unchanged = 0
+        self.refused: dict[str, list[str]] = defaultdict(list)  # ids by kind
+        self.num_shards = 0
+        self.num_unchanged = 0  # samples of shards that need no writing
 
     def jobs(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
-        """Yield the shards to build, once the list is read up to the last existing shard."""
-        # Whether the list belongs to them is known then, so jobs before it wait in a file.
-        last = self.journal.last_shard()
-        with TemporaryFile(dir=self.journal.folder) as queue:
-            for piece in self._pieces(self._usable(specs)):
-                number, self.shards = self.shards, self.shards + 1
-                job = self._job(number, piece)
+        """Yield the shards to write, after checking the list against all existing shards."""
+        # The check ends at the last existing shard; jobs before it wait in a file.
+        folder = self.journal.folder
+        names = (path.stem.removeprefix("shard-") for path in folder.glob("*.tar"))
+        last = max(map(int, names), default=-1)
+        with TemporaryFile(dir=folder) as queue:
+            for items in self._divide(self._usable(specs)):
+                number, self.num_shards = self.num_shards, self.num_shards + 1
+                job = self._job(number, items)
                 if job is None:
-                    self.unchanged += len(piece)
+                    self.num_unchanged += len(items)
                 elif number < last:
                     pickle.dump(job, queue)
                 else:
-                    yield from _drained(queue)
+                    yield from _drain(queue)
                     yield job
-            if self.shards <= last:
+            if self.num_shards <= last:
                 raise ConfigError(
-                    f"{self.journal.folder / shard_name(last)}: a shard of a longer list, and this "
-                    f"one ends after {self.shards}; choose another --out, or {REMEDY}"
+                    f"{folder / shard_name(last)}: a shard of a longer list; this list ends after "
+                    f"{self.num_shards} shards; choose another --out, or {REMEDY}"
                 )
-            yield from _drained(queue)
+            yield from _drain(queue)
 
     def _usable(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
         keys: set[str] = set()
@@ -497,80 +487,72 @@ class Pieces:
                 keys.add(item.key)
                 yield item
 
-    def _pieces(self, samples: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
-        """Cut where an earlier run cut, else after `samples_per_shard` samples with images."""
-        piece: list[ShardItem] = []
+    def _divide(self, samples: Iterator[SampleSpec]) -> Iterator[list[ShardItem]]:
+        """Divide as the earlier run did, then by `samples_per_shard` samples with images."""
+        items: list[ShardItem] = []
         present = number = 0
         last = max(self.journal.records, default=-1)
         pending = self._stored_keys(last) if self.options.retry else {}
-        for item in samples:
-            locations = tuple(map(self.originals.find, item.images))
-            piece.append(ShardItem(item.key, item.annotation, item.size, locations, item.images))
+        for sample in samples:
+            locations = tuple(map(self.originals.find, sample.images))
+            items.append(ShardItem(sample, locations))
             present += None not in locations
-            previous = self.journal.records.get(number)
-            cut_previously = previous is not None and len(piece) == previous.wanted
-            pending.pop(item.key, None)
-            # The last piece of an earlier run holds all that was not downloaded yet.
-            may_cut = previous is None or (self.options.retry and number == last and not pending)
-            if cut_previously or (may_cut and present >= self.options.samples_per_shard):
-                yield piece
-                piece, present, number = [], 0, number + 1
-        if piece:
-            yield piece
+            pending.pop(sample.key, None)
+            record = self.journal.records.get(number)
+            ends_record = record is not None and len(items) == record.wanted
+            # The earlier run's last shard may list many samples that had no image then. --retry
+            # ends it after `samples_per_shard` images, once it has all samples that it stores.
+            may_end = record is None or (self.options.retry and number == last and not pending)
+            if ends_record or (may_end and present >= self.options.samples_per_shard):
+                yield items
+                items, present, number = [], 0, number + 1
+        if items:
+            yield items
 
-    def _job(self, number: int, piece: list[ShardItem]) -> ShardJob | None:
-        inputs = _digest(piece)
+    def _job(self, number: int, items: list[ShardItem]) -> ShardJob | None:
+        """Return the job that writes a shard, None if the existing shard is up to date."""
+        inputs = _digest(items)
+        samples = [item.sample for item in items]
         removed = frozenset(
-            item.key for item in piece if self.take_down.names(item.key, item.annotation)
+            sample.key
+            for sample in samples
+            if self.take_down.matches(sample.key, sample.annotation)
         )
-        stored = self.journal.records.get(number)
-        if stored is None or stored.inputs != inputs:
-            self._require_superset(number, piece)
-            stored = None
-        # The size tells enough here; `make_shard` compares the sha256 before it copies.
-        elif not self._is_there(stored):
-            stored = None
-        retry = self.options.retry and stored is not None and bool(stored.failures.keys() & RETRIED)
-        if stored is not None and set(stored.taken_down) == removed and not retry:
+        record = self.journal.records.get(number)
+        if record is None or record.inputs != inputs:
+            self._require_superset(number, items)
+            record = None
+        # The size is a quick check; `make_shard` compares the sha256 before it copies samples.
+        elif record.samples:
+            path = self.journal.folder / record.name
+            if not path.is_file() or path.stat().st_size != record.bytes:
+                record = None
+        retry = self.options.retry and record is not None and record.failures.keys() & RETRYABLE
+        if record is not None and set(record.taken_down) == removed and not retry:
             return None
-        return ShardJob(
-            number,
-            self.journal.folder,
-            piece,
-            inputs,
-            removed,
-            self.options.max_side,
-            self.options.quality,
-            stored,
-            self.options.retry,
-        )
+        return ShardJob(number, self.journal.folder, items, inputs, removed, self.options, record)
 
-    def _require_superset(self, number: int, piece: list[ShardItem]) -> None:
-        # A shard would lose samples that its users have trained on.
-        keys = {item.key for item in piece}
+    def _require_superset(self, number: int, items: list[ShardItem]) -> None:
+        # Otherwise a shard would lose samples that a model may have been trained on.
+        keys = {item.sample.key for item in items}
         lost = [key for key in self._stored_keys(number) if key not in keys]
         if lost:
             path = self.journal.folder / shard_name(number)
             raise ConfigError(
                 f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
-                "have there (new ones must follow those of before); choose another --out, or "
+                "have there (new samples must follow the old ones); choose another --out, or "
                 f"{REMEDY}"
             )
 
     def _stored_keys(self, number: int) -> dict[str, None]:
-        """Return the keys of the samples in the existing shard, in order."""
-        path = self.journal.folder / shard_name(number)
-        return (
-            dict.fromkeys(sample.key for sample in contents(path).samples) if path.exists() else {}
+        """Return the keys in an existing shard, in order; empty without the shard."""
+        return dict.fromkeys(
+            sample.key for sample in contents(self.journal.folder / shard_name(number)).samples
         )
 
-    def _is_there(self, record: Record) -> bool:
-        path = self.journal.folder / record.name
-        return not record.samples or (path.is_file() and path.stat().st_size == record.bytes)
 
-
-def _drained(queue: IO[bytes]) -> Iterator[ShardJob]:
-    # The file is empty afterwards.
+def _drain(queue: IO[bytes]) -> Iterator[ShardJob]:
+    """Yield the jobs in a file from its start, then empty it."""
     end = queue.tell()
     queue.seek(0)
     while queue.tell() < end:
@@ -579,9 +561,9 @@ def _drained(queue: IO[bytes]) -> Iterator[ShardJob]:
     queue.truncate()
 
 
-def _digest(piece: list[ShardItem]) -> str:
+def _digest(items: Iterable[ShardItem]) -> str:
     digest = hashlib.sha256()
-    for item in piece:
-        digest.update(json.dumps([item.key, item.names, item.size]).encode())
-        digest.update(item.annotation.to_json())
+    for sample, _ in items:
+        digest.update(json.dumps([sample.key, sample.images, sample.size]).encode())
+        digest.update(sample.annotation.to_json())
     return digest.hexdigest()

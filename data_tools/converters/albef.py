@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from typer import Option
 
-from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.build import Target, convert_rows, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
-from data_tools.converters.questions import PlainQuestion, counted, lone_answer, plain_answer
+from data_tools.converters.questions import (
+    PlainQuestion,
+    count_answers,
+    normalise_answer,
+    single_answer,
+)
 from data_tools.converters.refcoco import (
     BoxInImage,
     Detections,
@@ -25,14 +29,13 @@ from data_tools.converters.refcoco import (
 )
 from data_tools.converters.statements import LABELS, TRUTH
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import Faults, Row, json_list, parsed, parsed_parts
+from data_tools.rows import Faults, Row, json_list, parse_parts, parse_rows
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
-# Source of images without one in their path.
-UNKNOWN = "albef"
-# What the folders of the usual layouts say about where an image is from.
+UNKNOWN = "albef"  # source of an image if its path tells none
+# Sources by a pattern of the image's path without extension.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
     "visual_genome": re.compile(r"\bvg\b|vg_100k|visual.?genome", re.IGNORECASE),
@@ -40,21 +43,16 @@ _SOURCES = {
 }
 
 
-class AlbefRetrievalRow(Row):
-    """A row of a retrieval list; training lists repeat the image, the others list captions."""
-
+class _RetrievalRow(Row):
     image: str
-    # A bad text of a list costs itself, not its row.
-    caption: str | list[Any]
+    caption: str | list[Any]  # one in training lists, several in others
 
 
-class AlbefVqaRow(Row):
-    """A row of a VQA list; a test list has no answers, Visual Genome's one each."""
-
+class _VqaRow(Row):
     image: str
     question: str
     question_id: str | None = None
-    answer: str | list[Any] | None = None
+    answer: str | list[Any] | None = None  # one of Visual Genome, none in test lists
     dataset: str = "vqa"
 
 
@@ -99,60 +97,57 @@ def albef(
 ) -> int:
     """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
 
-    --annotations takes the lists, --images the images (folders, tars, zips) under the paths that
-    the lists name or just their file names. Captions, questions and expressions of one image become
-    one sample. Pairs and statements are numbered by their position in the list (`row`, from 0),
-    expressions by that in all lists, questions without an id by list and position. RefCOCO+ has
-    no boxes in its lists: give --refs and --instances, the official files.
+    --annotations takes the lists; --images the images (folders, tars, zips), under the paths in the
+    lists or their file names alone. Captions, questions and expressions of an image become one
+    sample. Ids count rows from 0: `row` of pairs and statements within their list, the id of an
+    expression over all lists, that of a question without an id in its list, after the list's name.
+    Lists of RefCOCO+ have no boxes: give --refs and --instances, the official files.
     """
     grounding = {"refs": refs, "instances": instances, "detections": detections}
     if kind != "refcoco" and any(path is not None for path in grounding.values()):
         raise ConfigError("--refs, --instances and --detections belong to --kind refcoco")
     if (refs is None) != (instances is None):
         raise ConfigError("--refs and --instances belong together: give both or neither")
-    stems = [path.stem for path in annotations]
-    # Keys and ids have the list's name.
-    if len(set(stems)) < len(stems):
-        raise ConfigError("--annotations: two lists share a name, which samples are named after")
+    if len({path.stem for path in annotations}) < len(annotations):
+        raise ConfigError("--annotations: two lists share a name, which keys and ids start with")
     faults: Faults = []
     boxes: Mapping[int, BoxInImage] = {}
     if refs is not None and instances is not None:
         boxes = boxes_by_reference(refs, instances, faults)
     proposals = None if detections is None else read_proposals(detections, faults)
     if kind == "refcoco":
-        samples = list(_grounded(annotations, boxes, proposals, faults))
+        samples = list(_refcoco_samples(annotations, boxes, proposals, faults))
     else:
         samples = list(_KINDS[kind](annotations, faults))
     settings = {
         "kind": kind,
-        "annotations": file_names(annotations),
+        "annotations": [path.name for path in annotations],
         **{name: path and path.name for name, path in grounding.items()},
     }
     target = Target(out, build, f"ALBEF {kind}", LICENCE, settings)
     return convert_rows(target, images, samples, faults, len(samples))
 
 
-def _captioned(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    # Training lists repeat the image in each row.
+def _retrieval_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    # An image has several rows in a training list.
     captions: dict[str, list[str]] = {}
     for path in paths:
-        for row in parsed(json_list(path, faults), AlbefRetrievalRow, faults):
+        for row in parse_rows(json_list(path, faults), _RetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
-            captions.setdefault(row.image, []).extend(_texts(texts, row.image, faults))
+            captions.setdefault(row.image, []).extend(_parse_texts(texts, row.image, faults))
     for image, image_captions in captions.items():
-        yield _of_image(image, {"captions": image_captions})
+        yield _image_sample(image, {"captions": image_captions})
 
 
-def _questions(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+def _vqa_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     # An image has several rows, perhaps in several lists.
     questions: dict[str, list[PlainQuestion]] = {}
     question_ids: set[str] = set()
     for path in paths:
-        for number, row in enumerate(parsed(json_list(path, faults), AlbefVqaRow, faults)):
+        for number, row in enumerate(parse_rows(json_list(path, faults), _VqaRow, faults)):
             question_id = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
-                # Their numbers are not VQA's.
-                question_id = f"vg-{question_id}"
+                question_id = f"vg-{question_id}"  # VQA may have the same number
             if question_id in question_ids:
                 faults.append(Refused("question id given twice", question_id))
                 continue
@@ -162,17 +157,18 @@ def _questions(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
                 continue
             questions.setdefault(row.image, []).append(_question(question_id, row, faults))
     for image, image_questions in questions.items():
-        yield _of_image(image, {"questions": [question.typed() for question in image_questions]})
+        content = [question.to_question() for question in image_questions]
+        yield _image_sample(image, {"questions": content})
 
 
-def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    for key, number, row in _labelled(
+def _nlvr2_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    for key, number, row in _labelled_rows(
         paths, _NlvrRow, lambda label: label.lower() in TRUTH, faults
     ):
-        source, first = _identity(row.images[0])
+        source, left_image = _identity(row.images[0])
         annotation = Annotation(
             source=source,
-            image_id=first.removesuffix("-img0"),
+            image_id=left_image.removesuffix("-img0"),
             statement=row.sentence,
             label=TRUTH[row.label.lower()],
             row=number,
@@ -180,8 +176,8 @@ def _nlvr2(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
         yield SampleSpec(key, tuple(row.images), annotation)
 
 
-def _snli_ve(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    for key, number, row in _labelled(paths, _VeRow, lambda label: label in LABELS, faults):
+def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
+    for key, number, row in _labelled_rows(paths, _VeRow, lambda label: label in LABELS, faults):
         source, image_id = _identity(row.image)
         annotation = Annotation(
             source=source, image_id=image_id, hypothesis=row.sentence, label=row.label, row=number
@@ -189,80 +185,82 @@ def _snli_ve(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
         yield SampleSpec(key, (row.image,), annotation)
 
 
-def _grounded(
+def _refcoco_samples(
     paths: Sequence[Path],
     boxes: Mapping[int, BoxInImage],
     proposals: Proposals | None,
     faults: Faults,
 ) -> Iterator[SampleSpec]:
-    """Yield one sample an image with all its expressions, in the order of their first rows."""
+    """Yield a sample per image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    numbers = count()
-    for path in paths:
-        for row in parsed(json_list(path, faults), _RefcocoRow, faults):
-            number = next(numbers)
-            reference_box = boxes.get(row.ref_id)
-            box = row.bbox if reference_box is None else reference_box.box
-            if box is None:
-                kind = "expression without a box (give --refs and --instances)"
-                faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
-                continue
-            if reference_box is not None:
-                sizes[row.image] = reference_box.size
-            expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
-            expressions.setdefault(row.image, []).append(expression)
+    numbered_rows = enumerate(
+        (path, row)
+        for path in paths
+        for row in parse_rows(json_list(path, faults), _RefcocoRow, faults)
+    )
+    for number, (path, row) in numbered_rows:
+        reference_box = boxes.get(row.ref_id)
+        box = row.bbox if reference_box is None else reference_box.box
+        if box is None:
+            kind = "expression without a box (give --refs and --instances)"
+            faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+            continue
+        if reference_box is not None:
+            sizes[row.image] = reference_box.size
+        expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
+        expressions.setdefault(row.image, []).append(expression)
     for image, image_expressions in expressions.items():
         content: dict[str, Any] = {"expressions": image_expressions}
         if proposals is not None:
             content["proposals"] = proposals.get(_identity(image)[1])
             if not content["proposals"]:
                 faults.append(Refused("image without proposals (kept)", image))
-        yield _of_image(image, content)._replace(size=sizes.get(image))
+        yield _image_sample(image, content)._replace(size=sizes.get(image))
 
 
 _KINDS: dict[str, Callable[[Sequence[Path], Faults], Iterator[SampleSpec]]] = {
-    "retrieval": _captioned,
-    "vqa": _questions,
-    "nlvr": _nlvr2,
-    "ve": _snli_ve,
+    "retrieval": _retrieval_samples,
+    "vqa": _vqa_samples,
+    "nlvr": _nlvr2_samples,
+    "ve": _snli_ve_samples,
 }
 
 
-def _labelled(
+def _labelled_rows(
     paths: Sequence[Path], layout: type[Labelled], is_valid: Callable[[str], bool], faults: Faults
 ) -> Iterator[tuple[str, int, Labelled]]:
-    """Yield key, number in its list, and row, for rows with a known label."""
+    """Yield (key, number in the list from 0, row) of rows with a valid label."""
     for path in paths:
-        for number, row in enumerate(parsed(json_list(path, faults), layout, faults)):
+        for number, row in enumerate(parse_rows(json_list(path, faults), layout, faults)):
             if is_valid(row.label):
                 yield key_of(f"{path.stem}-{number}"), number, row
             else:
                 faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
 
 
-def _texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[str]:
+def _parse_texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[str]:
     parts = ({"text": value} for value in values)
-    return (part.text for part in parsed_parts(parts, _Text, where, faults))
+    return (part.text for part in parse_parts(parts, _Text, where, faults))
 
 
-def _question(identifier: str, row: AlbefVqaRow, faults: Faults) -> PlainQuestion:
+def _question(question_id: str, row: _VqaRow, faults: Faults) -> PlainQuestion:
     if isinstance(row.answer, str):
-        return lone_answer(identifier, row.question, plain_answer(row.answer))
-    answers = _texts(row.answer or (), f"question {identifier}", faults)
-    return PlainQuestion(identifier, row.question, counted(answers))
+        return single_answer(question_id, row.question, normalise_answer(row.answer))
+    answers = _parse_texts(row.answer or (), f"question {question_id}", faults)
+    return PlainQuestion(question_id, row.question, count_answers(answers))
 
 
-def _of_image(image: str, content: dict[str, Any]) -> SampleSpec:
+def _image_sample(image: str, content: dict[str, Any]) -> SampleSpec:
     source, image_id = _identity(image)
     annotation = Annotation(source=source, image_id=image_id, **content)
-    # The folders, too: two data sets may number their images alike.
+    # The key has the folders, as images of two data sets may have the same number.
     return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
 
 
 def _identity(image: str) -> tuple[str, str]:
+    """Return (source, image_id) of an image's path; of an unknown source the id is the path."""
     path = str(PurePosixPath(image).with_suffix(""))
     source = next((name for name, pattern in _SOURCES.items() if pattern.search(path)), UNKNOWN)
     source, image_id = image_identity(image, source)
-    # Lists may mix corpora that number their images alike.
     return source, path.strip("/.") if source == UNKNOWN else image_id

@@ -1,4 +1,4 @@
-"""Images with captions of people: Flickr8k, Flickr30k, COCO and Visual Genome's regions."""
+"""Images with captions by people to shards: Flickr8k, Flickr30k, COCO, Visual Genome's regions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from data_tools.builder.samples import (
     SampleSpec,
     clean_caption,
     clean_captions,
-    why_dropped,
+    drop_reason,
 )
 from data_tools.converters.category_words import CategoryWords
 from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, Out, Splits
@@ -26,10 +26,10 @@ from data_tools.rows import (
     Row,
     SplitName,
     WrongFile,
+    is_utf8,
     members,
-    parsed,
+    parse_rows,
     read_json,
-    sound,
     streamed_list,
     text_lines,
 )
@@ -41,18 +41,17 @@ from vlp.data.schema import Annotation, Expression
 FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
 COCO = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
 VISUAL_GENOME = "annotations CC BY 4.0; images under Flickr's terms of use"
-# COCO's part of val2014 that is trained on.
-RESTVAL = "restval"
+RESTVAL = "restval"  # Karpathy's name for images of COCO's val2014 to train on
 
 
 class Entry(NamedTuple):
-    """One image with its captions; `image_id` as its source counts."""
+    """An image with its raw captions."""
 
     filename: str
     split: str
     captions: list[str | None]
     source: str
-    image_id: str
+    image_id: str  # within its source
     key: str
 
 
@@ -113,8 +112,8 @@ def flickr8k(
         python -m data_tools flickr8k --annotations dataset_flickr8k.json \\
             --images Images/ --out shards/flickr8k
 
-    writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which names what was
-    left out and why. Images are stored as they are, with all their captions.
+    writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which lists rows left
+    out by reason. An image with all its captions is one sample.
     """
     faults: Faults = []
     entries = [entry for path in annotations for entry in read_karpathy(path, faults)]
@@ -128,8 +127,7 @@ def flickr30k(
     out: Out,
     build: BuildOptions,
     lists: Annotated[
-        list[Path] | None,
-        Option(metavar="SPLIT.txt", help="images of each split, for the .token file"),
+        list[Path] | None, Option(metavar="SPLIT.txt", help="images of each split, for .token")
     ] = None,
     splits: Splits = None,
     max_words: MaxWords = MAX_WORDS,
@@ -139,15 +137,15 @@ def flickr30k(
         python -m data_tools flickr30k --annotations dataset_flickr30k.json \\
             --images flickr30k-images/ --out shards/flickr30k
 
-    --annotations takes Karpathy's JSON, which has the splits everybody evaluates on, or the
-    official results_20130124.token (`IMAGE.jpg#0<TAB>caption`). For the latter name lists of images
-    (--lists train.txt val.txt test.txt, one image a line), or everything goes to OUT/all.
+    --annotations takes Karpathy's JSON, which has the usual splits, or the official
+    results_20130124.token (`IMAGE.jpg#0<TAB>caption`). The .token file needs lists of the images of
+    each split (--lists train.txt val.txt test.txt, one image a line), or all go to OUT/all.
     """
     faults: Faults = []
     if annotations.suffix != ".json":
         entries = read_tokens(annotations, lists or [], faults)
     elif lists:
-        raise ConfigError("--lists: the JSON has its own splits; leave this out")
+        raise ConfigError("--lists: the JSON has its own splits; leave out --lists")
     else:
         entries = read_karpathy(annotations, faults)
     target = Target(out, build, "Flickr30k", FLICKR, {"max_words": max_words})
@@ -155,12 +153,7 @@ def flickr30k(
 
 
 def coco(
-    annotations: Annotated[
-        list[Path],
-        File(
-            help="Karpathy's dataset_coco.json, or official captions_*.json files (gzipped or not)"
-        ),
-    ],
+    annotations: Annotated[list[Path], File(help="Karpathy's JSON, or official captions_*.json")],
     images: Images,
     out: Out,
     build: BuildOptions,
@@ -174,10 +167,10 @@ def coco(
 
     --annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or
     the official captions_train2017.json, captions_val2014.json ... (each becomes
-    OUT/train2017, OUT/val2014 ...). --images takes the official zips as they are, or the folders.
+    OUT/train2017, OUT/val2014 ...), gzipped or not. --images takes the official zips or folders.
 
-    --instances takes the official instances_*.json of the same images, with official captions. Then
-    samples have all boxes, and a word gets a box if it names a category with a single object.
+    --instances takes the official instances_*.json of the same images, with official captions.
+    Then samples have the boxes of all objects, and words that name a category have its boxes.
     """
     entries: list[Entry] = []
     parts: list[CorpusPart] = []
@@ -192,7 +185,7 @@ def coco(
             name = stem if stems.count(stem) == 1 else path.resolve().parent.name
             if name in [part.name for part in parts]:
                 raise ConfigError(f"{path}: another file makes OUT/{name} too; rename one")
-            # All parts take boxes from --instances, so each manifest counts the faults there.
+            # All parts use --instances, so every manifest counts the faults of those files.
             part_faults = [*faults, *file_faults]
             parts += [_official_part(content, path, name, max_words, category_words, part_faults)]
         else:
@@ -217,20 +210,14 @@ def visual_genome(
     images: Images,
     out: Out,
     build: BuildOptions,
-    image_data: Annotated[
-        Path | None, File(help="image_data.json: sizes, URLs and COCO's numbers")
-    ] = None,
+    image_data: Annotated[Path | None, File(help="image_data.json, for sizes and ids")] = None,
     max_words: MaxWords = MAX_WORDS,
     min_words: Annotated[int, Option(min=1, metavar="N", help="shorter phrases are left out")] = 1,
     min_area: Annotated[
-        float,
-        Option(min=0, max=1, metavar="SHARE", help="of the image; smaller regions are left out"),
+        float, Option(min=0, max=1, metavar="SHARE", help="of the image; drop smaller regions")
     ] = 0,
     exclude: Annotated[
-        list[Path] | None,
-        File(
-            help="images of evaluation sets: COCO's image numbers, one a line; needs --image-data"
-        ),
+        list[Path] | None, File(help="image ids of COCO to leave out, one a line")
     ] = None,
 ) -> int:
     """Turn Visual Genome's regions and images into shards.
@@ -238,22 +225,23 @@ def visual_genome(
         python -m data_tools visual_genome --regions region_descriptions.json \\
             --image-data image_data.json --images VG_100K/ VG_100K_2/ --out shards/visual_genome
 
-    Each region's phrase is a caption, and a referring expression with the region's box.
-    image_data.json (optional) says which images are COCO's: those get COCO's identity (`source`
-    coco, `image_id` the number there). ALBEF keeps 769 k of 5 M phrases by four filters: images of
-    evaluation sets, phrases that an image has twice, small regions, short phrases.
+    Each region's phrase is a caption, and a referring expression with the region's box. With
+    --image-data images of COCO get COCO's identity (`source` coco, `image_id` its number). ALBEF
+    keeps 769 k of 5 M phrases by four filters: images of evaluation sets, repeated phrases of an
+    image (always left out), small regions, short phrases.
     """
     if image_data is None and (min_area or exclude):
-        raise ConfigError("--min-area and --exclude need --image-data: it has sizes and numbers")
+        raise ConfigError("--min-area and --exclude need --image-data: it has sizes and ids")
     excluded = {line.strip() for file in exclude or () for line in text_lines(file)}
-    limits = _GenomeLimits(max_words, min_words, min_area, frozenset(excluded))
+    filters = _GenomeFilters(max_words, min_words, min_area, excluded)
     faults: Faults = []
     data: dict[int, _GenomeData] = {}
     if image_data is not None:
         data = {
-            row.id: row for row in parsed(streamed_list(image_data, faults), _GenomeData, faults)
+            row.id: row
+            for row in parse_rows(streamed_list(image_data, faults), _GenomeData, faults)
         }
-    part = CorpusPart("", _genome_samples(regions, data, faults, limits), len(data) or None)
+    part = CorpusPart("", _genome_samples(regions, data, faults, filters), len(data) or None)
     settings = {"max_words": max_words, "min_words": min_words, "min_area": min_area}
     if excluded:
         settings["excluded"] = len(excluded)
@@ -261,7 +249,7 @@ def visual_genome(
     return make_corpus(target, images, [part])
 
 
-def _raw(sentence: Any) -> str | None:
+def _raw_caption(sentence: Any) -> str | None:
     raw = sentence.get("raw") if isinstance(sentence, dict) else None
     return raw if isinstance(raw, str) else None
 
@@ -269,30 +257,30 @@ def _raw(sentence: Any) -> str | None:
 def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
     """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
     content = read_json(path, faults)
-    rows = list(parsed(members(content, path, "images"), _KarpathyImage, faults))
-    names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in rows]
+    images = list(parse_rows(members(content, path, "images"), _KarpathyImage, faults))
+    names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in images]
     stems = stems_of(names)
     return [
         Entry(
             name,
             "train" if image.split == RESTVAL else image.split,
-            [_raw(sentence) for sentence in image.sentences],
+            [_raw_caption(sentence) for sentence in image.sentences],
             content.get("dataset") or path.stem,
             stems[name] if image.cocoid is None else str(image.cocoid),
             key_of_image(stems[name]),
         )
-        for name, image in zip(names, rows)
+        for name, image in zip(names, images)
     ]
 
 
 def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
-    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines of images in `lists` (one per split), else all."""
+    """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines; `lists` name the images of each split."""
     captions: dict[str, list[str | None]] = {}
     wrong = WrongFile()
     for number, line in enumerate(text_lines(path), 1):
         name, tab, caption = line.partition("\t")
         image, mark, _ = name.partition("#")
-        if tab and mark and sound(line):
+        if tab and mark and is_utf8(line):
             captions.setdefault(image, []).append(caption)
             wrong.good = True
         else:
@@ -312,8 +300,8 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
 
 
 def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults) -> dict[str, str]:
-    """Return the split of each image that a list names; other lines are counted."""
-    # By path, or by a unique base name, perhaps without extension: both are published.
+    """Return the split (the list's name) of each listed image; unknown images are faults."""
+    # Published lists have paths or base names, with or without extension.
     names = FileNames({image: image for image in images})
     splits: dict[str, str] = {}
     for file in lists:
@@ -322,28 +310,27 @@ def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults)
             if image is None:
                 faults.append(Refused("listed image without captions", f"{file}: {line.strip()}"))
             elif splits.setdefault(image, file.stem) != file.stem:
-                raise ConfigError(f"{file}: {image} is in {splits[image]} too")
+                raise ConfigError(f"{file}: {image} is in the list {splits[image]}, too")
     return splits
 
 
 def split_parts(
     entries: Sequence[Entry], splits: Sequence[str] | None, max_words: int, faults: Faults
 ) -> list[CorpusPart]:
-    """Return a folder of shards for each split."""
+    """Return a part, a folder of shards, for each split."""
     available = sorted({entry.split for entry in entries})
     check_splits(splits, available)
     parts: list[CorpusPart] = []
     for split in splits or available:
         selection = [entry for entry in entries if entry.split == split]
-        # Faulty rows may have no split; the first folder counts them all.
+        # Faulty rows may have no split, so the first part's manifest counts all of them.
         samples = chain(_entry_samples(selection, max_words), () if parts else faults)
         parts.append(CorpusPart(split, samples, len(selection)))
     return parts
 
 
 def key_of_image(stem: str) -> str:
-    """Return the key of a sample from its image's stem."""
-    # WebDataset ends a key at the first dot.
+    """Return a sample's key from its image's stem: `_` for dots, slashes and spaces."""
     return "_".join(re.sub(r"[./\\]", "_", stem.strip("/")).split())
 
 
@@ -365,12 +352,12 @@ def _official_part(
     faults: Faults,
 ) -> CorpusPart:
     captions: dict[int, list[str | None]] = {}
-    for row in parsed(members(content, path, "annotations"), _Caption, faults):
+    for row in parse_rows(members(content, path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
-    images = list(parsed(members(content, path, "images"), _CocoImage, faults))
+    images = list(parse_rows(members(content, path, "images"), _CocoImage, faults))
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
-    # Of an id of several files nobody knows which one the captions are of.
+    # If several files have one id, its captions may belong to any of them.
     ambiguous_ids = {image.id for image in images if names[image.id] != image.file_name}
 
     def samples() -> Iterator[SampleSpec | Refused]:
@@ -379,10 +366,10 @@ def _official_part(
             if image.id in ambiguous_ids:
                 yield Refused("image id of several files", f"{image.id} ({image.file_name})")
                 continue
-            words = category_words
-            if words is not None and words.is_other_file(image.id, image.file_name):
+            objects = category_words
+            if objects is not None and objects.is_other_file(image.id, image.file_name):
                 yield Refused("instances of another image of this id", f"{image.id}")
-                words = None
+                objects = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
             annotation = Annotation(
@@ -391,10 +378,10 @@ def _official_part(
                 image_id=str(image.id),
                 url=image.coco_url,
                 flickr_url=image.flickr_url,
-                boxes=None if words is None else words.boxes(image.id),
-                words=None if words is None else words.words(image.id, texts),
+                boxes=None if objects is None else objects.boxes(image.id),
+                words=None if objects is None else objects.words(image.id, texts),
             )
-            size = None if words is None else words.size(image.id)
+            size = None if objects is None else objects.size(image.id)
             yield SampleSpec(key, (image.file_name,), annotation, size)
         for number in captions.keys() - {image.id for image in images}:
             yield Refused("captions of an unknown image", str(number))
@@ -403,22 +390,20 @@ def _official_part(
     return CorpusPart(name, samples(), len(images))
 
 
-class _GenomeLimits(NamedTuple):
-    """Limits of Visual Genome's phrases (words), regions (share of the image) and COCO images."""
-
-    max_words: int
+class _GenomeFilters(NamedTuple):
+    max_words: int  # of a phrase
     min_words: int
-    min_area: float
-    excluded: frozenset[str]
+    min_area: float  # of a region, as a share of the image
+    excluded: set[str]  # COCO's image ids
 
 
 def _genome_samples(
-    path: Path, image_data: dict[int, _GenomeData], faults: Faults, limits: _GenomeLimits
+    path: Path, image_data: dict[int, _GenomeData], faults: Faults, filters: _GenomeFilters
 ) -> Iterator[SampleSpec | Refused]:
-    for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
+    for image in parse_rows(streamed_list(path, faults), _GenomeImage, faults):
         key = f"vg-{image.id}"
         data = image_data.get(image.id)
-        if data is not None and str(data.coco_id) in limits.excluded:
+        if data is not None and str(data.coco_id) in filters.excluded:
             yield Refused("image of an evaluation set", key)
             continue
         captions: list[str] = []
@@ -428,14 +413,14 @@ def _genome_samples(
                 region = _Region.model_validate(content)
             except ValidationError:
                 region_id = content.get("region_id") if isinstance(content, dict) else None
-                shown_id = "without an id" if region_id is None else region_id
-                yield Refused("region of another layout", f"{key}/region {shown_id}")
+                label = "without an id" if region_id is None else region_id
+                yield Refused("region of another layout", f"{key}/region {label}")
                 continue
             phrase = clean_caption(region.phrase)
-            reason = why_dropped(phrase, limits.max_words)
-            if reason is None and len(phrase.split()) < limits.min_words:
+            reason = drop_reason(phrase, filters.max_words)
+            if reason is None and len(phrase.split()) < filters.min_words:
                 reason = "shorter than --min-words"
-            min_pixels = limits.min_area * data.width * data.height if data else 0
+            min_pixels = filters.min_area * data.width * data.height if data else 0
             if reason is None and min_pixels and region.width * region.height < min_pixels:
                 reason = "region smaller than --min-area"
             if reason is not None:
@@ -445,10 +430,9 @@ def _genome_samples(
             box = [region.x, region.y, region.width, region.height]
             try:
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
-            # A side may be negative.
-            except ValidationError:
+            except ValidationError:  # of a negative side
                 yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
-        # One image of two corpora has one identity, which evaluations exclude it by.
+        # COCO's identity lets `overlap` find the image in evaluation sets of COCO.
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(
             captions=list(dict.fromkeys(captions)),

@@ -1,4 +1,4 @@
-"""Words of a caption that name an object of COCO, by its categories."""
+"""Words of captions that name COCO's objects, found by the names of categories."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from tokenizers import normalizers, pre_tokenizers
 
-from data_tools.rows import Faults, Row, members, parsed, read_json
+from data_tools.rows import Faults, Row, members, parse_rows, read_json
 from vlp.config import ConfigError
 from vlp.data.file_names import ends_alike
 from vlp.data.schema import Box, Word
 
-KIND, SEVERAL = "object", "objects"
-# Further words for a category.
+KIND, SEVERAL = "object", "objects"  # kinds of words: for one object, for any of several
+# Further names of categories.
 COMMON = {
     "person": ("man", "woman", "boy", "girl", "child", "kid", "lady", "guy", "baby", "toddler"),
     "bicycle": ("bike",),
@@ -36,7 +36,7 @@ COMMON = {
     "cell phone": ("phone", "cellphone"),
     "refrigerator": ("fridge",),
 }
-# Irregular.
+# Irregular plurals; () for words that are not looked for in the plural.
 PLURALS = {
     "person": ("people", "persons"),
     "man": ("men",),
@@ -44,7 +44,7 @@ PLURALS = {
     "child": ("children",),
     "mouse": ("mice",),
     "knife": ("knives",),
-    "glass": (),  # they are worn
+    "glass": (),  # "glasses" are worn on the nose
     "sheep": (),
     "scissors": (),
     "skis": (),
@@ -71,14 +71,14 @@ class _Category(Row):
 
 
 class CategoryWords:
-    """The objects of COCO's instances_*.json (gzipped or not), and the words that name them."""
+    """Objects of COCO's instances_*.json files (gzipped or not), and the words that name them."""
 
     def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
         self._files: dict[int, str] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
         self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
-        self._names: dict[tuple[str, ...], str] = {}
+        self._names: dict[tuple[str, ...], str] = {}  # category by the words of each name
         self._plurals: set[str] = set()
         for path in paths:
             self._read(path, faults)
@@ -86,32 +86,32 @@ class CategoryWords:
 
     def is_other_file(self, image_id: int, file_name: str) -> bool:
         """Return whether the instances' image of an id has another file name."""
-        path = self._files.get(image_id)
-        return path is not None and not ends_alike(path, file_name)
+        path = self._files.get(image_id, "")
+        return path != "" and not ends_alike(path, file_name)
 
     def size(self, image_id: int) -> tuple[int, int] | None:
-        """Return the (width, height) in pixels that an image's boxes refer to; None: not known."""
+        """Return the (width, height) in pixels that an image's boxes refer to; None if unknown."""
         return self._sizes.get(image_id)
 
     def boxes(self, image_id: int) -> list[Box]:
-        """Return the boxes of all objects of an image but crowds."""
+        """Return the boxes of an image's objects, without crowds."""
         return [box for _, box in self._objects.get(image_id, ())]
 
     def words(self, image_id: int, captions: Sequence[str]) -> list[Word]:
-        """Return the words of captions that name objects of the image."""
+        """Return the words of captions that name objects of the image, with the objects' boxes."""
         objects, crowds = self._objects.get(image_id, []), self._crowds.get(image_id, [])
         boxes: dict[str, list[Box]] = defaultdict(list)
         for category, box in objects + crowds:
             boxes[category].append(box)
-        # A singular name of the only object of its category has the object's box; otherwise it may
-        # name any of them. `orange` and `bat` are ambiguous but rare.
-        alone = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
+        # Categories with one object: a singular word names it. Any other word may name any of the
+        # objects. `orange` and `bat` are ambiguous but rare.
+        single = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
         return [
             Word(
                 caption=number,
                 index=index,
                 word=word,
-                kind=KIND if category in alone and word not in self._plurals else SEVERAL,
+                kind=KIND if category in single and word not in self._plurals else SEVERAL,
                 box=boxes[category][0],
                 others=boxes[category][1:] or None,
             )
@@ -121,10 +121,10 @@ class CategoryWords:
         ]
 
     def mentions(self, caption: str) -> list[tuple[int, str, str]]:
-        """Return (index of BERT's words, word, category) of each category in a caption."""
+        """Return (index, word, category) of each name of a category; words are BERT's, from 0."""
         words, mentions, position = _words(caption), [], 0
         while position < len(words):
-            # The longest name counts, by its last word: a teddy bear is no bear.
+            # The longest name counts, at its last word: a teddy bear is no bear.
             name = next(
                 (
                     tuple(words[position : position + length])
@@ -135,13 +135,13 @@ class CategoryWords:
             )
             if name is not None:
                 mentions.append((position + len(name) - 1, name[-1], self._names[name]))
-            position += len(name or words[position : position + 1])
+            position += 1 if name is None else len(name)
         return mentions
 
     def _read(self, path: Path, faults: Faults) -> None:
         content = read_json(path, faults)
-        names = {}
-        for category in parsed(members(content, path, "categories"), _Category, faults):
+        names = {}  # of categories by id
+        for category in parse_rows(members(content, path, "categories"), _Category, faults):
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
                 *first, last = _words(name)
@@ -149,14 +149,14 @@ class CategoryWords:
                 self._plurals.update(plurals)
                 for form in (last, *plurals):
                     self._names[*first, form] = category.name
-        for image in parsed(members(content, path, "images"), _WordsImage, faults):
+        for image in parse_rows(members(content, path, "images"), _WordsImage, faults):
             if self._files.setdefault(image.id, image.file_name) != image.file_name:
                 raise ConfigError(
                     f"{path}: image id {image.id} is another image's in another file; convert "
                     "each split by itself"
                 )
             self._sizes[image.id] = image.width, image.height
-        for instance in parsed(members(content, path, "annotations"), _Object, faults):
+        for instance in parse_rows(members(content, path, "annotations"), _Object, faults):
             name = names.get(instance.category_id, str(instance.category_id))
             boxes = self._crowds if instance.iscrowd else self._objects
             boxes[instance.image_id].append((name, instance.bbox))
@@ -171,7 +171,8 @@ def _plurals(noun: str) -> tuple[str, ...]:
 
 
 def _words(text: str) -> list[str]:
-    return [word for word, _ in _SPLIT.pre_tokenize_str(_NORMAL.normalize_str(text))]
+    return [word for word, _ in _SPLITTER.pre_tokenize_str(_NORMALIZER.normalize_str(text))]
 
 
-_NORMAL, _SPLIT = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
+_NORMALIZER = normalizers.BertNormalizer(lowercase=True)
+_SPLITTER = pre_tokenizers.BertPreTokenizer()

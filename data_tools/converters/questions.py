@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasChoices, Field
 from typer import Option
 
-from data_tools.builder.build import Target, convert_rows, file_names, image_identity, key_of
+from data_tools.builder.build import Target, convert_rows, image_identity, key_of
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out
 from data_tools.rows import (
@@ -19,20 +19,19 @@ from data_tools.rows import (
     Row,
     json_list,
     members,
-    parsed,
-    parsed_parts,
+    parse_parts,
+    parse_rows,
     read_json,
     streamed_list,
 )
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
 
-# People that a lone answer stands for in VQA's accuracy.
-ANNOTATORS = 10
+ANNOTATORS = 10  # of each question of VQA; a single answer counts as all of theirs
 
 
 class PlainQuestion(NamedTuple):
-    """A question and the number of people per answer, compact enough for a million."""
+    """A question with answers and the number of people who gave each; small, for a million."""
 
     id: str
     question: str
@@ -40,8 +39,8 @@ class PlainQuestion(NamedTuple):
     question_type: str | None = None
     answer_type: str | None = None
 
-    def typed(self) -> Question:
-        """Return the question as it is stored."""
+    def to_question(self) -> Question:
+        """Return the question as shards store it."""
         content = {name: value for name, value in self._asdict().items() if value is not None}
         answers = [Answer(answer=text, count=count) for text, count in self.answers]
         return Question.model_validate({**content, "answers": answers})
@@ -69,15 +68,14 @@ class _AnswerRow(Row):
 
 class _AnnotationRow(Row):
     question_id: str
-    # A bad answer costs itself, not its question.
-    answers: list[Any]
+    answers: list[Any]  # of _AnswerRow; a bad one is a fault, and the others count
     image_id: int | None = None
     question_type: str | None = None
     answer_type: str | None = None
 
 
 class AnswerSet(NamedTuple):
-    """Kept fields of a row of `annotations`."""
+    """Answers of a question, from a row of `annotations`."""
 
     image_id: int | None
     answers: tuple[tuple[str, int], ...]
@@ -107,22 +105,18 @@ def vqa(
     build: BuildOptions,
     questions: Annotated[list[Path] | None, File(help="VQA's question files")] = None,
     annotations: Annotated[list[Path] | None, File(help="VQA's annotation files")] = None,
-    subset: Annotated[
-        str | None, Option(help="train2014, val2014, test2015; for files without a header")
-    ] = None,
-    visual_genome: Annotated[
-        Path | None, File(help="Visual Genome's question_answers.json")
-    ] = None,
+    subset: Annotated[str | None, Option(help="of files without header, as train2014")] = None,
+    visual_genome: Annotated[Path | None, File(help="question_answers.json")] = None,
     image_data: Annotated[Path | None, File(help="Visual Genome's image_data.json")] = None,
 ) -> int:
     """VQA v2 (and Visual Genome's questions) to shards: one sample an image with all its questions.
 
     --questions and --annotations take the official files, with or without their header, gzipped or
-    not; several are joined (train and val). A test set has no --annotations. Images are looked for
-    under COCO's names, built from the header's data_subtype (--subset where there is no header).
+    not; several are joined (train and val). A test set has no --annotations. Images have COCO's
+    names, made from the header's data_subtype, or from --subset in a file without header.
 
-    --visual-genome adds question_answers.json; its one answer counts as given by ten people. With
-    --image-data an image that is also COCO's is named so.
+    --visual-genome adds question_answers.json; its single answers count as given by ten people.
+    With --image-data images of COCO get COCO's identity (`source` coco, `image_id` its number).
     """
     questions, annotations = questions or [], annotations or []
     if not questions and visual_genome is None:
@@ -132,9 +126,8 @@ def vqa(
     if questions:
         answers = read_answers(annotations, faults)
         entries += vqa_images(questions, answers, subset, faults)
-        if annotations and not any(
-            question.answers for entry in entries for question in entry.questions
-        ):
+        has_answers = any(question.answers for entry in entries for question in entry.questions)
+        if annotations and not has_answers:
             raise ConfigError(
                 f"{annotations[0]}: answers none of the questions of {questions[0]}; are both of "
                 "the same split?"
@@ -142,8 +135,8 @@ def vqa(
     if visual_genome is not None:
         entries += genome_images(visual_genome, image_data, faults)
     settings = {
-        "questions": file_names(questions),
-        "annotations": file_names(annotations),
+        "questions": [path.name for path in questions],
+        "annotations": [path.name for path in annotations],
         "subset": subset,
         "visual_genome": None if visual_genome is None else visual_genome.name,
         "image_data": None if image_data is None else image_data.name,
@@ -162,8 +155,8 @@ def easy_vqa(
     """easy-VQA to shards: one sample an image of one shape, with all its questions.
 
     --questions takes {train,test}_questions.json, a list of [question, answer, image's number];
-    --images the images of the same split, <number>.png. A question's position in the file (from 0)
-    is its id. Its one answer counts as given by ten people.
+    --images the images of the same split, <number>.png. A question's id is its position in the
+    file, from 0. Its answer counts as given by ten people.
     """
     faults: Faults = []
     entries = easy_images(questions, split, faults)
@@ -171,37 +164,37 @@ def easy_vqa(
     return _write(Target(out, build, "easy-VQA", "MIT", settings), images, entries, faults)
 
 
-def counted(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """Return the number of people per answer, in order of first occurrence."""
-    # Most answers come thousands of times.
+def count_answers(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """Return (answer, number of people) pairs in order of first occurrence."""
+    # Interned, as most answers are given thousands of times.
     return tuple(Counter(map(sys.intern, answers)).items())
 
 
-def lone_answer(identifier: str, question: str, answer: str) -> PlainQuestion:
+def single_answer(question_id: str, question: str, answer: str) -> PlainQuestion:
     """Return a question with one answer, counted as given by all annotators."""
-    return PlainQuestion(identifier, question, ((sys.intern(answer), ANNOTATORS),))
+    return PlainQuestion(question_id, question, ((sys.intern(answer), ANNOTATORS),))
 
 
-def plain_answer(text: str) -> str:
-    """Return an answer as those of VQA are written: in lower case, without a full stop."""
+def normalise_answer(text: str) -> str:
+    """Return an answer in VQA's form: lower case, no full stop."""
     return text.strip().removesuffix(".").strip().lower()
 
 
 def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
-    """Return the answers of each question id; of one that is annotated twice the first."""
+    """Return answers by question id; the first annotation of a question counts."""
     annotations: dict[str, AnswerSet] = {}
     for path in paths:
-        for row in parsed(json_list(path, faults, "annotations"), _AnnotationRow, faults):
+        for row in parse_rows(json_list(path, faults, "annotations"), _AnnotationRow, faults):
             if row.question_id in annotations:
                 faults.append(Refused("question annotated twice", row.question_id))
             else:
                 where = f"question {row.question_id}"
-                answers = parsed_parts(row.answers, _AnswerRow, where, faults)
+                answers = parse_parts(row.answers, _AnswerRow, where, faults)
                 annotations[row.question_id] = AnswerSet(
                     row.image_id,
-                    counted(answer.answer for answer in answers),
-                    _interned(row.question_type),
-                    _interned(row.answer_type),
+                    count_answers(answer.answer for answer in answers),
+                    _intern(row.question_type),
+                    _intern(row.answer_type),
                 )
     return annotations
 
@@ -209,13 +202,17 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
 def vqa_images(
     paths: Sequence[Path], answers: Mapping[str, AnswerSet], subset: str | None, faults: Faults
 ) -> list[ImageQuestions]:
-    """Return the images that the question files ask about, in the order of their first question."""
+    """Return the images of question files, in the order of their first question."""
     images: dict[str, ImageQuestions] = {}
     question_ids: set[str] = set()
     for path in paths:
         content = read_json(path, faults)
-        rows = parsed(members(content, path, "questions"), _QuestionRow, faults)
-        data_subtype = _subset_of(content, path, subset)
+        rows = parse_rows(members(content, path, "questions"), _QuestionRow, faults)
+        data_subtype = content.get("data_subtype", subset)
+        if data_subtype is None:
+            raise ConfigError(f"{path}: has no header with data_subtype; give --subset train2014")
+        # Images of test-dev2015 are called COCO_test2015_*.
+        data_subtype = str(data_subtype).replace("test-dev", "test")
         for row in rows:
             if row.question_id in question_ids:
                 faults.append(Refused("question id given twice", row.question_id))
@@ -229,73 +226,62 @@ def vqa_images(
                 source, image_id = image_identity(name, "coco")
                 images[name] = ImageQuestions(name, source, image_id, [])
             images[name].questions.append(_question(row, answers, faults))
-    for unasked in sorted(answers.keys() - question_ids):
-        faults.append(Refused("annotation without question", unasked))
+    for question_id in sorted(answers.keys() - question_ids):
+        faults.append(Refused("annotation without question", question_id))
     return list(images.values())
 
 
 def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[ImageQuestions]:
-    """Return the images of Visual Genome's question_answers.json."""
-    coco: dict[int, int] = {}
+    """Return the images of Visual Genome's question_answers.json, with COCO's ids if known."""
+    coco_ids: dict[int, int] = {}
     if image_data is not None:
-        rows = parsed(streamed_list(image_data, faults), _GenomeData, faults)
-        coco = {row.id: row.coco_id for row in rows if row.coco_id is not None}
-    entries: list[ImageQuestions] = []
+        data_rows = parse_rows(streamed_list(image_data, faults), _GenomeData, faults)
+        coco_ids = {row.id: row.coco_id for row in data_rows if row.coco_id is not None}
+    images: list[ImageQuestions] = []
     question_ids: set[str] = set()
-    for image in parsed(streamed_list(path, faults), _GenomeImage, faults):
+    for image in parse_rows(streamed_list(path, faults), _GenomeImage, faults):
         questions = []
         where = f"Visual Genome image {image.id}"
-        for row in parsed_parts(image.qas, _GenomeQuestion, where, faults):
+        for row in parse_parts(image.qas, _GenomeQuestion, where, faults):
             if row.qa_id in question_ids:
                 faults.append(Refused("question id given twice", f"Visual Genome {row.qa_id}"))
                 continue
             question_ids.add(row.qa_id)
-            answer = plain_answer(row.answer)
+            answer = normalise_answer(row.answer)
             if not answer or not row.question.strip():
                 faults.append(Refused("question without answers", f"Visual Genome {row.qa_id}"))
                 continue
-            # Its numbers are not VQA's, and a shard may hold both.
-            questions.append(lone_answer(f"vg-{row.qa_id}", row.question, answer))
+            # VQA may have the same number, and a shard questions of both.
+            questions.append(single_answer(f"vg-{row.qa_id}", row.question, answer))
         if questions:
-            number = coco.get(image.id)
-            source, image_id = ("visual_genome", image.id) if number is None else ("coco", number)
-            entries.append(
-                ImageQuestions(f"{image.id}.jpg", source, str(image_id), questions, "vg-")
-            )
-    return entries
+            source = "coco" if image.id in coco_ids else "visual_genome"
+            image_id = str(coco_ids.get(image.id, image.id))
+            images.append(ImageQuestions(f"{image.id}.jpg", source, image_id, questions, "vg-"))
+    return images
 
 
 def _question(row: _QuestionRow, answers: Mapping[str, AnswerSet], faults: Faults) -> PlainQuestion:
-    match = answers.get(row.question_id)
-    if match is not None and match.image_id not in (None, row.image_id):
-        detail = f"{row.question_id} (asked of {row.image_id}, answered of {match.image_id})"
+    answer_set = answers.get(row.question_id)
+    if answer_set is not None and answer_set.image_id not in (None, row.image_id):
+        detail = f"{row.question_id} (asked of {row.image_id}, answered of {answer_set.image_id})"
         faults.append(Refused("annotation of another image", detail))
-        match = None
-    if answers and (match is None or not match.answers):
+        answer_set = None
+    if answers and (answer_set is None or not answer_set.answers):
         faults.append(Refused("question without answers (kept)", row.question_id))
-    if match is None:
+    if answer_set is None:
         return PlainQuestion(row.question_id, row.question)
-    return PlainQuestion(
-        row.question_id, row.question, match.answers, match.question_type, match.answer_type
-    )
+    return PlainQuestion(row.question_id, row.question, *answer_set[1:])
 
 
-def _interned(text: str | None) -> str | None:
+def _intern(text: str | None) -> str | None:
     return None if text is None else sys.intern(text)
 
 
-def _subset_of(content: dict[str, Any], path: Path, subset: str | None) -> str:
-    data_subtype = content.get("data_subtype", subset)
-    if data_subtype is None:
-        raise ConfigError(f"{path}: no data_subtype in a header; say --subset train2014 or another")
-    return str(data_subtype)
-
-
 def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
-    """Return the images that a question file asks about, in the order of their first question."""
+    """Return the images of easy-VQA's question file, in the order of their first question."""
     images: dict[int, ImageQuestions] = {}
     for number, (where, row) in enumerate(json_list(path, faults)):
-        if not _fits(row):
+        if not _is_easy_question(row):
             problem = f"{where}: not [question, answer, image's number]"
             if not images:
                 raise ConfigError(f"{problem}; is it the right file?")
@@ -306,11 +292,11 @@ def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
             folder, prefix = (f"{split}/images/", f"{split}-") if split else ("", "")
             name, image_id = f"{folder}{image}.png", f"{prefix}{image}"
             images[image] = ImageQuestions(name, "easy-vqa", image_id, [], prefix)
-        images[image].questions.append(lone_answer(str(number), question, answer))
+        images[image].questions.append(single_answer(str(number), question, answer))
     return list(images.values())
 
 
-def _fits(row: Any) -> bool:
+def _is_easy_question(row: Any) -> bool:
     return (
         isinstance(row, list)
         and len(row) == 3
@@ -320,19 +306,19 @@ def _fits(row: Any) -> bool:
 
 
 def _write(
-    target: Target, image_paths: Sequence[Path], entries: Sequence[ImageQuestions], faults: Faults
+    target: Target, places: Sequence[Path], images: Sequence[ImageQuestions], faults: Faults
 ) -> int:
-    """Build the shards of some images with their questions; returns the exit code."""
+    """Build shards with a sample per image; `places` hold the images. Returns the exit code."""
     samples = (
         SampleSpec(
-            key_of(f"{entry.prefix}{Path(entry.name).stem}"),
-            (entry.name,),
+            key_of(f"{image.prefix}{Path(image.name).stem}"),
+            (image.name,),
             Annotation(
-                source=entry.source,
-                image_id=entry.image_id,
-                questions=[question.typed() for question in entry.questions],
+                source=image.source,
+                image_id=image.image_id,
+                questions=[question.to_question() for question in image.questions],
             ),
         )
-        for entry in entries
+        for image in images
     )
-    return convert_rows(target, image_paths, samples, faults, len(entries))
+    return convert_rows(target, places, samples, faults, len(images))

@@ -27,8 +27,8 @@ from data_tools.rows import (
     SplitName,
     json_list,
     members,
-    parsed,
-    parsed_parts,
+    parse_parts,
+    parse_rows,
     read_json,
 )
 from vlp.config import ConfigError
@@ -38,8 +38,7 @@ LICENCE = "annotations as published by lichengunc/refer; images under Flickr's t
 Refs = Annotated[Path | None, File(help="refs(unc).p or another split's")]
 Instances = Annotated[Path | None, File(help="instances.json of the same data set")]
 Detections = Annotated[Path | None, File(help="JSON of detected boxes, the proposals")]
-# Boxes [x, y, width, height] in pixels, by image.
-Proposals = Mapping[str, list[list[float]]]
+Proposals = Mapping[str, list[list[float]]]  # boxes [x, y, width, height] in pixels, by image
 
 
 class _Sentence(Row):
@@ -52,8 +51,7 @@ class _Reference(Row):
     ann_id: int
     image_id: int
     split: SplitName
-    # A bad sentence costs itself, not its reference.
-    sentences: list[Any]
+    sentences: list[Any]  # of _Sentence; a bad one is a fault, and the others count
     category_id: int | None = None
 
 
@@ -73,7 +71,7 @@ class _Instance(Row):
 
 
 class References(NamedTuple):
-    """Contents of the two official files, images and objects by their ids."""
+    """Contents of the two official files; images and objects by id."""
 
     references: list[_Reference]
     images: dict[int, Image]
@@ -116,13 +114,13 @@ def refcoco(
     """RefCOCO, RefCOCO+ and RefCOCOg to shards: expressions with the box that each refers to.
 
     --refs takes the official pickle (refs(unc).p, refs(google).p, refs(umd).p), read without
-    running anything in it, and --instances the instances.json of the same folder. One folder a
-    split is made below OUT, one sample an image with all the split's expressions. --images takes
-    COCO's train2014 images. --detections adds proposals: MAttNet's list of {image_id, box} or
-    ALBEF's boxes by image, in pixels of the original image.
+    running any code in it, and --instances the instances.json of the same folder. OUT gets a folder
+    per split; an image with all its expressions of a split is one sample. --images takes COCO's
+    train2014 images. --detections adds proposals: MAttNet's list of {image_id, box} or ALBEF's
+    boxes by image, in pixels of the original image.
 
-    --expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead, which goes
-    to OUT itself. An expression's id is its sent_id, in a list without ids its position, from 0.
+    --expressions takes a list of {sent, gt_box, pred_boxes, pred_boxes_img_id} instead; its shards
+    go to OUT itself. An expression's id is its sent_id, or its position in a list without ids.
     """
     if (refs is None) == (expressions is None):
         raise ConfigError("give either --refs (with --instances) or --expressions")
@@ -141,7 +139,7 @@ def refcoco(
         return convert_rows(target, images, samples, faults, len(samples))
     assert refs is not None
     if instances is None:
-        raise ConfigError("--refs needs --instances, the instances.json that lies beside it")
+        raise ConfigError("--refs needs --instances, the instances.json of the same folder")
     data = read_references(refs, instances, faults)
     available = list(dict.fromkeys(reference.split for reference in data.references))
     check_splits(splits, available)
@@ -156,23 +154,23 @@ def refcoco(
 
 
 def read_references(refs: Path, instances: Path, faults: Faults) -> References:
-    """Return the references of a pickle with the images and objects of its instances.json."""
+    """Read the official pickle and its instances.json."""
     content = read_json(instances, faults)
-    images = parsed(members(content, instances, "images"), Image, faults)
-    objects = parsed(members(content, instances, "annotations"), _Instance, faults)
+    images = parse_rows(members(content, instances, "images"), Image, faults)
+    objects = parse_rows(members(content, instances, "annotations"), _Instance, faults)
     return References(
-        list(parsed(read_refs(refs), _Reference, faults)),
+        list(parse_rows(read_refs(refs), _Reference, faults)),
         {image.id: image for image in images},
         {instance.id: instance for instance in objects},
     )
 
 
 def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int, BoxInImage]:
-    """Return the box of each ref_id, and the size of the image that it was drawn on."""
-    references, images, objects = read_references(refs, instances, faults)
+    """Return boxes by ref_id, without references of missing images or objects."""
+    data = read_references(refs, instances, faults)
     boxes = {}
-    for reference in references:
-        image, instance = images.get(reference.image_id), objects.get(reference.ann_id)
+    for reference in data.references:
+        image, instance = data.images.get(reference.image_id), data.instances.get(reference.ann_id)
         if image is not None and instance is not None and instance.image_id == image.id:
             boxes[reference.ref_id] = BoxInImage(instance.bbox, (image.width, image.height))
     return boxes
@@ -181,16 +179,16 @@ def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int,
 def split_images(
     data: References, split: str, proposals: Proposals | None, faults: Faults
 ) -> Iterator[SampleSpec]:
-    """Yield one sample an image with its expressions, in the order of a split's references."""
-    references = [reference for reference in data.references if reference.split == split]
-    images, instances = data.images, data.instances
-    stems = stems_of(image.file_name for image in images.values())
+    """Yield a sample per image with its expressions, in the order of a split's references."""
+    stems = stems_of(image.file_name for image in data.images.values())
     expressions: dict[int, list[Expression]] = defaultdict(list)
     sent_ids: set[str] = set()
-    for reference in references:
-        instance = instances.get(reference.ann_id)
+    for reference in data.references:
+        if reference.split != split:
+            continue
+        instance = data.instances.get(reference.ann_id)
         detail = f"ref {reference.ref_id}"
-        if reference.image_id not in images:
+        if reference.image_id not in data.images:
             faults.append(Refused("image not in instances.json", detail))
         elif instance is None:
             faults.append(Refused("object not in instances.json", detail))
@@ -198,30 +196,32 @@ def split_images(
             faults.append(Refused("object of another image", detail))
         else:
             expressions[reference.image_id] += _expressions(reference, instance, sent_ids, faults)
-    for image_id, of_image in expressions.items():
-        if not of_image:
+    for number, items in expressions.items():
+        if not items:
             continue
-        image = images[image_id]
-        source, name = image_identity(image.file_name, "coco", stems[image.file_name])
-        boxes = None if proposals is None else proposals.get(str(image_id))
+        image = data.images[number]
+        source, image_id = image_identity(image.file_name, "coco", stems[image.file_name])
+        boxes = None if proposals is None else proposals.get(str(number))
         if proposals is not None and not boxes:
             faults.append(Refused("image without proposals (kept)", image.file_name))
-        annotation = Annotation(source=source, image_id=name, expressions=of_image, proposals=boxes)
+        annotation = Annotation(
+            source=source, image_id=image_id, expressions=items, proposals=boxes
+        )
         key = key_of(stems[image.file_name])
         yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
 
 
 def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
-    """Yield one sample an image of a list of expressions, with the image's proposals."""
+    """Yield a sample per image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parsed(json_list(path, faults), _ScoredDetection, faults)):
+    for number, row in enumerate(parse_rows(json_list(path, faults), _ScoredDetection, faults)):
         if not row.pred_boxes_img_id:
             faults.append(Refused("expression without an image", str(number)))
             continue
         stem = row.pred_boxes_img_id[0].rpartition("_")[0]
         parts = ({"box": box} for box in row.pred_boxes)
-        boxes = [part.box for part in parsed_parts(parts, _Proposal, f"row {number}", faults)]
+        boxes = [part.box for part in parse_parts(parts, _Proposal, f"row {number}", faults)]
         if proposals.setdefault(stem, boxes) != boxes:
             faults.append(Refused("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
@@ -234,7 +234,7 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
 
 
 def read_proposals(path: Path, faults: Faults) -> Proposals:
-    """Return detected boxes by the number of their image."""
+    """Return detected boxes by image id."""
     # MAttNet has a list of {image_id, box or bbox}, perhaps under "dets"; ALBEF {image_id: boxes}.
     content = read_json(path, faults)
     if isinstance(content, dict) and isinstance(content.get("dets"), list):
@@ -249,19 +249,20 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
         raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
     rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
     proposals: dict[str, list[list[float]]] = defaultdict(list)
-    for detection in parsed(rows, _DetectedBox, faults):
+    for detection in parse_rows(rows, _DetectedBox, faults):
         proposals[detection.image_id].append(detection.box)
     return proposals
 
 
 def _detection(row: Any) -> Any:
-    # Some detectors write a score behind the four numbers of a box.
+    """Return a detection with its four numbers under `box`."""
     if not isinstance(row, dict):
         return row
     box = row.get("box", row.get("bbox"))
-    # Of {image_id: [{box}]} it is a detection itself.
+    # In ALBEF's layout, a box may be an object with a score, too.
     if isinstance(box, dict):
         box = box.get("box", box.get("bbox"))
+    # Some detectors write the score as a fifth number.
     return {**row, "box": box[:4] if isinstance(box, list) else box}
 
 
@@ -269,7 +270,7 @@ def _expressions(
     reference: _Reference, instance: _Instance, sent_ids: set[str], faults: Faults
 ) -> Iterator[Expression]:
     where = f"ref {reference.ref_id}"
-    for sentence in parsed_parts(reference.sentences, _Sentence, where, faults):
+    for sentence in parse_parts(reference.sentences, _Sentence, where, faults):
         detail = f"{sentence.sent_id} of ref {reference.ref_id}"
         if sentence.sent_id in sent_ids:
             faults.append(Refused("sent_id given twice", detail))
@@ -287,8 +288,8 @@ def _expressions(
         sent_ids.add(sentence.sent_id)
 
 
-# What Python 2 wrote under other names; none of them can do anything but hold values.
-_HARMLESS = {
+# Classes of plain containers; Python 2 calls their module `__builtin__`.
+_PLAIN_CLASSES = {
     (module, name): kind
     for module in ("builtins", "__builtin__")
     for name, kind in {"set": set, "frozenset": frozenset, "list": list, "dict": dict}.items()
@@ -296,11 +297,11 @@ _HARMLESS = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reader of plain lists, dicts, texts and numbers: a pickle can name any function to call."""
+    """Reader of lists, dicts, texts and numbers, and of no code: a pickle can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _HARMLESS[module, name]
+            return _PLAIN_CLASSES[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which plain data does not need"
@@ -308,14 +309,14 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_refs(path: Path) -> Iterator[Located]:
-    """Return the rows of a pickled list, of Python 2 or 3, with their places."""
+    """Return the rows of a pickled list, of Python 2 or 3, with their locations."""
     try:
         with open(path, "rb") as file:
-            # Texts of Python 2 are bytes; odd ones must not cost the whole data set.
+            # Texts of Python 2 are bytes, of which a few may not be UTF-8.
             content = _PlainUnpickler(file, encoding="utf-8", errors="replace").load()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except Exception as error:  # a broken pickle raises whatever its bytes happen to say
+    except Exception as error:  # a damaged pickle may raise any class
         raise ConfigError(
             f"{path}: not a pickle of references ({error}); take refs(unc).p as it is published"
         ) from error

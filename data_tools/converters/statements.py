@@ -1,4 +1,4 @@
-"""Sentences that hold of images or not, to shards: NLVR2, NLVR v1 and SNLI-VE."""
+"""Statements about images, with labels, to shards: NLVR2, NLVR v1 and SNLI-VE."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from PIL import Image
 from typer import Option
@@ -16,14 +16,13 @@ from data_tools.builder.build import (
     Target,
     benchmark_part,
     convert_rows,
-    file_names,
     key_of,
     make_corpus,
 )
 from data_tools.builder.samples import Refused, SampleSpec
 from data_tools.options import BuildOptions, File, Images, N, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Faults, Row, json_lines, line_count, parsed
+from data_tools.rows import Faults, Row, json_lines, line_count, parse_rows
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
@@ -33,30 +32,23 @@ TRUTH = {"true": True, "false": False}
 LABELS = ("entailment", "neutral", "contradiction")
 NO_CONSENSUS = "-"
 
-# box i in permutation k is PERMUTATIONS[k][i] of 0
+# Box i of permutation k is box PERMUTATIONS[k][i] of permutation 0.
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
-SIZE = (400, 100)
+SIZE = (400, 100)  # width, height of an image of NLVR v1 in pixels
 _BOX_LEFTS = (0, 150, 300)
 _BOX_SIDE = 100
-_NAME = re.compile(r"(.+-)([1-5])(\.png)")
+_NAME = re.compile(r"(.+-)([1-5])(\.png)")  # of a permutation
 Lines = Annotated[list[Path], File(help="JSON lines files of one split")]
 
 
-class _Statement(Row):
+class _NlvrRow(Row):
     identifier: str
     sentence: str
-    # Hidden test sets have none.
-    label: str | None = None
+    label: str | None = None  # hidden test sets have none
     directory: str | None = None
-
-
-class _Nlvr2Row(_Statement):
-    left_url: str | None = None
+    left_url: str | None = None  # of NLVR2, as the next
     right_url: str | None = None
-
-
-class _NlvrV1Row(_Statement):
-    label_source: str | None = None
+    label_source: str | None = None  # of NLVR v1
 
 
 class _SnliVeRow(Row):
@@ -66,9 +58,6 @@ class _SnliVeRow(Row):
     gold_label: str
     sentence1: str | None = None
     captionID: str | None = None
-
-
-AnyStatement = TypeVar("AnyStatement", bound=_Statement)
 
 
 def nlvr2(
@@ -85,10 +74,10 @@ def nlvr2(
     --annotations takes the official train.json, dev.json, test1.json... (one object a line, gzipped
     or not). --images takes folders or tars (also compressed) with the images under their official
     names, `<split>-<set>-<pair>-img0.png` (left) and `-img1.png` (right). Each statement is one
-    sample, so a pair's images are stored with each of its statements.
+    sample with both images, so images of several statements are stored several times.
     """
     faults: Faults = []
-    settings = {"annotations": file_names(annotations), "extension": extension}
+    settings = {"annotations": [path.name for path in annotations], "extension": extension}
     licence = "annotations CC BY 4.0; the images' copyright stays with their owners"
     samples = _nlvr2_samples(annotations, extension, faults)
     target = Target(out, build, "NLVR2", licence, settings)
@@ -97,7 +86,7 @@ def nlvr2(
 
 def nlvr_v1(
     annotations: Lines,
-    split: Annotated[str, Option(help="how the images' names begin: train, dev…")],
+    split: Annotated[str, Option(help="first part of the images' names: train, dev ...")],
     images: Images,
     out: Out,
     build: BuildOptions,
@@ -106,65 +95,67 @@ def nlvr_v1(
     """NLVR v1 to shards: a statement about one image of three boxes, true or false.
 
     --annotations takes the official {train,dev,test}.json (one object a line, gzipped or not).
-    --images takes folders or tars (also compressed) with `<split>-<identifier>-<permutation>.png`;
-    --split is that name's first part. The official score counts six permutations of the three boxes
-    (--permutations 6); where only permutation 0 is there, the others are made from it.
+    --images takes folders or tars (also compressed) with `<split>-<identifier>-<permutation>.png`.
+    The official score counts six permutations of the three boxes (--permutations 6); missing images
+    of permutations are made from permutation 0.
     """
     if not 1 <= permutations <= len(PERMUTATIONS):
         raise ConfigError(f"--permutations is {permutations}, 1 to 6 are possible")
     title, faults = f"NLVR v1 {split}", Faults()
     samples = (
         _nlvr_v1_sample(example, split, permutation)
-        for example in _statements(annotations, _NlvrV1Row, faults)
+        for example in _nlvr_rows(annotations, faults)
         for permutation in range(permutations)
     )
     total = line_count(annotations) * permutations
     part = benchmark_part("", samples, faults, total, title)
     settings = {
-        "annotations": file_names(annotations),
+        "annotations": [path.name for path in annotations],
         "split": split,
         "permutations": permutations,
     }
     target = Target(out, build, title, "CC BY 4.0", settings)
-    return make_corpus(target, images, [part], PermutedOriginals)
+    return make_corpus(target, images, [part], _PermutedOriginals)
 
 
 def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -> int:
-    """SNLI-VE (and e-SNLI-VE in its field names) to shards: an image, a hypothesis and its label.
+    """SNLI-VE (and e-SNLI-VE with its field names) to shards: an image, a hypothesis and a label.
 
     --annotations takes the official snli_ve_{train,dev,test}.jsonl, gzipped or not. --images takes
     folders or tars (also compressed) that hold Flickr30k's images as <Flickr30K_ID>.jpg. Each pair
-    is one sample with its image; --max-side keeps that small. Pairs without a gold label ("-") are
-    left out and counted.
+    is one sample, so images are stored several times; --max-side makes them smaller. Pairs without
+    a gold label ("-") are left out and counted.
     """
     faults: Faults = []
     licence = "SNLI: CC BY-SA 4.0; images: Flickr's, for research and education only"
-    target = Target(out, build, "SNLI-VE", licence, {"annotations": file_names(annotations)})
+    target = Target(
+        out, build, "SNLI-VE", licence, {"annotations": [path.name for path in annotations]}
+    )
     samples = _snli_ve_samples(annotations, faults)
     return convert_rows(target, images, samples, faults, line_count(annotations))
 
 
-class PermutedLocation(ImageLocation):
-    """An image of NLVR with its boxes reordered when read."""
+class _PermutedLocation(ImageLocation):
+    """An image of NLVR v1; reading it permutes its boxes."""
 
     order: tuple[int, ...] = PERMUTATIONS[0]
 
     def read(self) -> bytes:
-        """Return the image as an RGB PNG; BadSample also for another size than NLVR's."""
+        """Return the image as an RGB PNG; raises BadSample, also for another size than NLVR's."""
         image = decode_image(super().read(), str(self.path))
         if image.size != SIZE:
             size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"
             raise BadSample("unreadable image", f"{self.path} ({size})")
         stream = io.BytesIO()
-        permuted(image, self.order).save(stream, "png")
+        permute_boxes(image, self.order).save(stream, "png")
         return stream.getvalue()
 
 
-class PermutedOriginals(Originals):
-    """Images of NLVR; missing permutations are made from permutation 0."""
+class _PermutedOriginals(Originals):
+    """Images of NLVR v1; missing permutations are made from permutation 0."""
 
     def find(self, name: str) -> ImageLocation | None:
-        """Find an image, or the one that it is made from; None: neither is there."""
+        """Find an image, else the image that it can be made from; None if both are missing."""
         location, order = super().find(name), PERMUTATIONS[0]
         parts = _NAME.fullmatch(name)
         if location is None and parts is not None:
@@ -172,27 +163,25 @@ class PermutedOriginals(Originals):
             order = PERMUTATIONS[int(parts[2])]
         if location is None:
             return None
-        permuted_location = PermutedLocation(*location)
-        permuted_location.order = order
-        return permuted_location
+        permuted = _PermutedLocation(*location)
+        permuted.order = order
+        return permuted
 
 
-def permuted(image: Image.Image, order: Sequence[int]) -> Image.Image:
-    """Return an image of NLVR with its boxes in another order; box i becomes box `order[i]`."""
-    result = image.copy()
-    for left, box in zip(_BOX_LEFTS, order):
-        start = _BOX_LEFTS[box]
-        result.paste(image.crop((start, 0, start + _BOX_SIDE, SIZE[1])), (left, 0))
-    return result
+def permute_boxes(image: Image.Image, order: Sequence[int]) -> Image.Image:
+    """Return an image of NLVR v1 with its box `order[i]` at the place of box i."""
+    permuted = image.copy()
+    for target_left, box in zip(_BOX_LEFTS, order):
+        left = _BOX_LEFTS[box]
+        permuted.paste(image.crop((left, 0, left + _BOX_SIDE, SIZE[1])), (target_left, 0))
+    return permuted
 
 
-def _statements(
-    paths: Sequence[Path], layout: type[AnyStatement], faults: Faults
-) -> Iterator[AnyStatement]:
-    """Yield the usable rows of NLVR, in the order of the files."""
+def _nlvr_rows(paths: Sequence[Path], faults: Faults) -> Iterator[_NlvrRow]:
+    """Yield the valid rows of NLVR files in order; a repeated identifier is a fault."""
     identifiers: set[str] = set()
     for path in paths:
-        for example in parsed(json_lines(path, faults), layout, faults):
+        for example in parse_rows(json_lines(path, faults), _NlvrRow, faults):
             identifier = example.identifier
             if identifier in identifiers:
                 faults.append(Refused("identifier given twice", identifier))
@@ -205,8 +194,8 @@ def _statements(
             identifiers.add(identifier)
 
 
-def _shared(example: _Statement) -> Mapping[str, Any]:
-    # Both versions of NLVR have these fields.
+def _nlvr_fields(example: _NlvrRow) -> Mapping[str, Any]:
+    """Return the annotation fields that both versions of NLVR have."""
     return {
         "statement": example.sentence,
         "label": None if example.label is None else TRUTH[example.label.lower()],
@@ -215,7 +204,7 @@ def _shared(example: _Statement) -> Mapping[str, Any]:
 
 
 def _nlvr2_samples(paths: Sequence[Path], extension: str, faults: Faults) -> Iterator[SampleSpec]:
-    for example in _statements(paths, _Nlvr2Row, faults):
+    for example in _nlvr_rows(paths, faults):
         pair, _, number = example.identifier.rpartition("-")
         if not pair or not number.isdigit():
             faults.append(Refused("identifier is not split-set-pair-sentence", example.identifier))
@@ -223,24 +212,23 @@ def _nlvr2_samples(paths: Sequence[Path], extension: str, faults: Faults) -> Ite
         annotation = Annotation(
             source="nlvr2",
             image_id=pair,
-            **_shared(example),
+            **_nlvr_fields(example),
             left_url=example.left_url,
             right_url=example.right_url,
         )
-        # The training images lie in numbered folders.
+        # The training images are in numbered folders.
         folder = "" if example.directory is None else f"{example.directory}/"
         left, right = (f"{folder}{pair}-img{side}.{extension}" for side in (0, 1))
         yield SampleSpec(key_of(example.identifier), (left, right), annotation)
 
 
-def _nlvr_v1_sample(example: _NlvrV1Row, split: str, permutation: int) -> SampleSpec:
+def _nlvr_v1_sample(example: _NlvrRow, split: str, permutation: int) -> SampleSpec:
     image = f"{split}-{example.identifier}"
     name = f"{image}-{permutation}"
     annotation = Annotation(
         source="nlvr",
-        # Whatever the order of its boxes.
-        image_id=image,
-        **_shared(example),
+        image_id=image,  # the same for all permutations
+        **_nlvr_fields(example),
         permutation=permutation,
         label_source=example.label_source,
     )
@@ -251,7 +239,7 @@ def _nlvr_v1_sample(example: _NlvrV1Row, split: str, permutation: int) -> Sample
 def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     pair_ids: set[str] = set()
     for path in paths:
-        for pair in parsed(json_lines(path, faults), _SnliVeRow, faults):
+        for pair in parse_rows(json_lines(path, faults), _SnliVeRow, faults):
             if pair.pairID in pair_ids:
                 faults.append(Refused("pairID given twice", pair.pairID))
             elif pair.gold_label == NO_CONSENSUS:

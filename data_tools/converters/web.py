@@ -1,4 +1,4 @@
-"""Captions of images on the web (CC3M, CC12M, SBU): rows of a list to samples, joined by URL."""
+"""Captions of images on the web to shards: CC3M, CC12M and SBU, with images found by URL."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tqdm import tqdm
 from typer import Option
 
 from data_tools.builder.build import CorpusPart, Target, make_corpus
-from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, why_dropped
+from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, drop_reason
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, File, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Faults, Row, WrongFile, explained, line_count, raw_lines, read_json
+from data_tools.rows import Faults, Row, WrongFile, first_problem, line_count, raw_lines, read_json
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data import file_names
@@ -37,7 +37,7 @@ from vlp.data.shards.sample_files import IMAGES
 from vlp.io import atomic_write
 
 URLS_NAME = "urls.tsv"
-NAMES = "{row:08d}"
+NAMES = "{row:08d}"  # default rule of image names
 GOOGLE = (
     "the list: free for any purpose, with acknowledgement of Google LLC; the images are their "
     "owners'"
@@ -48,42 +48,40 @@ _ENTRY = np.dtype([("url", "<u8"), ("tar", "<u4"), ("size", "<u4"), ("offset", "
 
 @dataclass(frozen=True, kw_only=True)
 class WebOptions:
-    """Options of a web corpus; exactly one of them names the images."""
+    """Options of a web corpus."""
 
     annotations: Annotated[Path, File(help="the official list, gzipped or not")]
     urls_only: Annotated[
         bool, Option("--urls-only", help=f"write OUT/{URLS_NAME} for img2dataset, and no shards")
     ] = False
     img2dataset: Annotated[
-        list[Path] | None,
-        Option(metavar="FOLDER", help="tars of img2dataset; images are found by their URL"),
+        list[Path] | None, Option(metavar="FOLDER", help="folders of img2dataset's tars")
     ] = None
     images: Annotated[
-        list[Path] | None,
-        Option(metavar="PLACE", help="folders (two levels deep), tars or zips; see --names"),
+        list[Path] | None, Option(metavar="PLACE", help="folders, tars or zips; see --names")
     ] = None
     names: Annotated[
         str,
         Option(
             metavar="RULE",
-            help="how --images are called, the extension may be left out: {row} counts lines from "
-            "0, {md5} {sha256} {crc32} are of the URL, {file} is its last part",
+            help="file names of --images, perhaps without extension: {row} counts lines from 0, "
+            "{md5} {sha256} {crc32} are of the URL, {file} is its last part",
         ),
     ] = NAMES
     max_words: MaxWords = MAX_WORDS
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.urls_only, self.img2dataset, self.images))) != 1:
-            raise ConfigError("give one of --urls-only, --img2dataset and --images")
+            raise ConfigError("give exactly one of --urls-only, --img2dataset and --images")
 
 
 class WebRow(NamedTuple):
-    """One line of a list: its number from 0, caption, URL and other fields."""
+    """A row of a list; `extra` are further fields of the annotation."""
 
-    row: int
+    row: int  # its number from 0
     caption: str
     url: str
-    more: Mapping[str, Any] = {}
+    extra: Mapping[str, Any] = {}
 
 
 class _SbuFile(Row):
@@ -98,7 +96,7 @@ class _SbuRow(Row):
     user_id: str | None
 
 
-class _Downloaded(BaseModel):
+class _Metadata(BaseModel):
     url: str
 
 
@@ -110,8 +108,8 @@ def cc3m(web: WebOptions, out: Out, build: BuildOptions) -> int:
         python -m data_tools cc3m --annotations Train_GCC-training.tsv \\
             --img2dataset shards/cc3m/downloaded --out shards/cc3m
 
-    --annotations takes the official file (`caption<TAB>url`), gzipped or not. Images that lie in
-    folders, tars or zips are taken with --images and --names instead.
+    --annotations takes the official file (`caption<TAB>url`), gzipped or not. For images in
+    folders, tars or zips give --images and --names instead of --img2dataset.
     """
     rows = read_tsv(web.annotations, caption_first=True)
     return _convert("cc3m", rows, web, out, build, "Conceptual Captions (CC3M)", GOOGLE)
@@ -138,7 +136,7 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
 
 
 def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
-    """Yield `caption<TAB>url` or `url<TAB>caption` rows without a header; others are refused."""
+    """Yield the rows of `caption<TAB>url` or `url<TAB>caption` lines, perhaps below a header."""
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
     wrong, header_lines = WrongFile(), 0
     for number, line in enumerate(raw_lines(path)):
@@ -150,9 +148,9 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
             yield Refused("line that is not UTF-8", where)
             continue
         parts = text.rstrip("\r\n").split("\t")
-        header_names = [part.strip().lower() for part in parts]
-        if not number and sorted(header_names) == ["caption", "url"]:
-            header_lines, caption_first = 1, header_names[0] == "caption"
+        column_names = [part.strip().lower() for part in parts]
+        if not number and sorted(column_names) == ["caption", "url"]:
+            header_lines, caption_first = 1, column_names[0] == "caption"
             continue
         if not caption_first:
             parts.reverse()
@@ -166,19 +164,19 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
 
 
 def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
-    """Yield the rows of the official JSON; the photographer's `user_id` is kept for attribution."""
+    """Yield the rows of SBU's JSON, with the photographer's `user_id` for attribution."""
     faults: Faults = []
     try:
         file = _SbuFile.model_validate(read_json(path, faults))
     except ValidationError as error:
         raise ConfigError(
-            f"{path}: not SBU's JSON with image_urls and captions ({explained(error)})"
+            f"{path}: not SBU's JSON with image_urls and captions ({first_problem(error)})"
         ) from None
     users = file.user_ids if file.user_ids is not None else [None] * len(file.captions)
     if not len(file.image_urls) == len(file.captions) == len(users):
         raise ConfigError(
             f"{path}: {len(file.image_urls)} image_urls, {len(file.captions)} captions and "
-            f"{len(users)} user_ids cannot belong together; download it again"
+            f"{len(users)} user_ids must be equally many; download it again"
         )
     yield from faults
     for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
@@ -186,58 +184,56 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
         try:
             row = _SbuRow(url=url, caption=caption, user_id=user)
         except ValidationError as error:
-            yield Refused("row of another layout", f"{where}: {explained(error)}")
+            yield Refused("row of another layout", f"{where}: {first_problem(error)}")
             continue
         if _split(row.url).scheme not in ("http", "https"):
             yield Refused("row of another layout", f"{where}: no URL")
         else:
-            more = {} if row.user_id is None else {"user_id": row.user_id}
-            yield WebRow(number, row.caption or "", row.url, more)
+            extra = {} if row.user_id is None else {"user_id": row.user_id}
+            yield WebRow(number, row.caption or "", row.url, extra)
 
 
 def image_id_of(url: str) -> str:
-    """Return a short name of the image behind a URL: 64 bits of its sha256."""
+    """Return the id of the image at a URL: 64 bits of the URL's sha256."""
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 class Downloads(Originals):
-    """Images by URL in folders of img2dataset's tars, in 24 bytes an image."""
+    """Images by URL in folders of img2dataset's tars; an index with 24 bytes an image."""
 
-    def __init__(self, folders: Sequence[Path], executor: Executor | None = None) -> None:
+    def __init__(self, folders: Sequence[Path], executor: Executor) -> None:
         super().__init__(())
-        self._tars = [tar for folder in folders for tar in _tars(folder)]
+        self._tars = [tar for folder in folders for tar in _list_tars(folder)]
         tables = []
-        bar = tqdm(total=len(self._tars), desc="reading what was downloaded", unit=" tars")
-        surveys = (executor or Executor(1)).map(survey, self._tars)
+        bar = tqdm(total=len(self._tars), desc="index of downloads", unit=" tars")
         with bar:
-            for number, (entries, without, problem) in enumerate(surveys):
+            for number, result in enumerate(executor.map(list_images, self._tars)):
+                entries, num_without_url, problem = result
                 entries["tar"] = number
                 tables.append(entries)
-                if without:
-                    self.problems.append(f"{self._tars[number]}: {without} images without a url")
+                tar = self._tars[number]
+                if num_without_url:
+                    self.problems.append(f"{tar}: {num_without_url} images without a url")
                 if problem:
-                    self.problems.append(f"{self._tars[number]}: {problem}")
+                    self.problems.append(f"{tar}: {problem}")
                 bar.update()
         entries = np.concatenate(tables)
-        # A stable sort: of equal URLs the first one stays in front.
+        # Stable, so that the first image of a URL counts.
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
     def find(self, name: str) -> ImageLocation | None:
         """Find the image of a URL; None if missing."""
-        number = _url_number(name)
-        position = int(np.searchsorted(self._entries["url"], number))
-        if position == len(self._entries) or self._entries["url"][position] != number:
+        url_hash = _hash_url(name)
+        position = int(np.searchsorted(self._entries["url"], url_hash))
+        if position == len(self._entries) or self._entries["url"][position] != url_hash:
             return None
         _, tar, size, offset = self._entries[position].tolist()
         return ImageLocation(self._tars[tar], offset, size)
 
-    def __len__(self) -> int:
-        return len(self._entries)
 
-
-def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
-    """Return one tar's images (URL, size, offset), how many have no URL, and the damage."""
-    entries, without = [], 0
+def list_images(path: Path) -> tuple[NDArray[Any], int, str | None]:
+    """Return the entries of a tar's images, the number of images without a URL, and the damage."""
+    entries, num_without_url = [], 0
     with ShardReader(path) as shard:
         for sample in shard.samples:
             extension = next((name for name in IMAGES if name in sample.files), None)
@@ -245,19 +241,20 @@ def survey(path: Path) -> tuple[NDArray[Any], int, str | None]:
             if extension is None:
                 continue
             if metadata is None or metadata.size > MAX_ANNOTATION_BYTES:
-                without += 1
+                num_without_url += 1
                 continue
             try:
-                url = _Downloaded.model_validate_json(shard.content(metadata)).url
+                url = _Metadata.model_validate_json(shard.content(metadata)).url
             except ValidationError:
-                without += 1
+                num_without_url += 1
                 continue
             image = sample.files[extension]
-            entries.append((_url_number(url), 0, min(image.size, 2**32 - 1), image.offset))
-        return np.array(entries, _ENTRY), without, shard.problem
+            # The column has 32 bits; a size above the limit of images is refused anyway.
+            entries.append((_hash_url(url), 0, min(image.size, 2**32 - 1), image.offset))
+        return np.array(entries, _ENTRY), num_without_url, shard.problem
 
 
-def _tars(folder: Path) -> list[Path]:
+def _list_tars(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder")
     tars = sorted(folder.glob("*.tar"))
@@ -268,8 +265,8 @@ def _tars(folder: Path) -> list[Path]:
     return tars
 
 
-def _url_number(url: str) -> np.uint64:
-    # Among 12 million URLs any two share a number with a chance of 1 in 250,000.
+def _hash_url(url: str) -> np.uint64:
+    # Among 12 million URLs, any two share a hash with a probability of 1 in 250,000.
     return np.frombuffer(blake2b(url.encode(), digest_size=8).digest(), "<u8")[0]
 
 
@@ -282,7 +279,7 @@ def _convert(
     title: str,
     licence: str,
 ) -> int:
-    # A wrong file is told before downloads are looked through.
+    # Read up to the first good row now, so that a wrong file fails before downloads are indexed.
     first: list[WebRow | Refused] = []
     while not first or isinstance(first[-1], Refused):
         if (item := next(rows, None)) is None:
@@ -291,7 +288,7 @@ def _convert(
     rows = chain(first, rows)
     rule = web.names if web.images else None
     if rule is not None:
-        _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))
+        _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))  # raises for a wrong rule
 
     def samples(images: Originals) -> Iterator[SampleSpec | Refused]:
         for item in rows:
@@ -303,7 +300,7 @@ def _convert(
     if web.img2dataset:
         originals = partial(Downloads, executor=build.workers())
     target = Target(out, build, title, licence, {"max_words": web.max_words})
-    # For the time that is left; to count the lines of a gzipped list would take longer.
+    # For the progress bar; counting lines of a gzipped list would take too long.
     total = None if web.annotations.suffix in (".gz", ".json") else line_count([web.annotations])
     part = CorpusPart("", samples, total)
     return make_corpus(target, web.img2dataset or web.images or (), [part], originals)
@@ -316,7 +313,7 @@ def _sample(
         return item
     key = f"{source}-{item.row:08d}"
     caption = clean_caption(item.caption)
-    reason = why_dropped(caption, max_words)
+    reason = drop_reason(caption, max_words)
     if reason is not None:
         return Refused(reason, key)
     name = item.url
@@ -325,7 +322,7 @@ def _sample(
         names = (stem + extension for extension in _EXTENSIONS)
         name = next((name for name in names if images.find(name) is not None), stem)
     annotation = Annotation(
-        caption=caption, source=source, image_id=image_id_of(item.url), url=item.url, **item.more
+        caption=caption, source=source, image_id=image_id_of(item.url), url=item.url, **item.extra
     )
     return SampleSpec(key, (name,), annotation)
 
@@ -333,12 +330,12 @@ def _sample(
 def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
-    # A host may be invalid.
-    except ValueError:
+    except ValueError:  # of an invalid host
         return SplitResult("", "", url, "", "")
 
 
 def _file_name(rule: str, item: WebRow) -> str:
+    """Return an image's file name by the rule of --names."""
     url = item.url.encode()
     fields = {
         "row": item.row,
@@ -351,7 +348,7 @@ def _file_name(rule: str, item: WebRow) -> str:
         return string.Formatter().vformat(rule, (), fields)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"--names {rule!r}: only {', '.join(fields)} may stand in braces ({error})"
+            f"--names {rule!r}: use only {', '.join(fields)} in braces ({error})"
         ) from error
 
 
@@ -360,13 +357,13 @@ def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down
     counts: dict[str, int] = {}
     written = 0
     with atomic_write(out, "w", durable=True, error=ConfigError) as file:
-        # As img2dataset reads it: a header, and quotes around what holds quotes.
+        # img2dataset needs a header, and quotes around fields with quotes.
         lines = csv.writer(file, delimiter="\t", lineterminator="\n")
         lines.writerow(("url", "caption"))
         for sample in tqdm(samples, unit=" lines", desc=str(out)):
             if isinstance(sample, Refused):
                 counts[sample.kind] = counts.get(sample.kind, 0) + 1
-            elif take_down.names(sample.key, sample.annotation):
+            elif take_down.matches(sample.key, sample.annotation):
                 counts["taken down"] = counts.get("taken down", 0) + 1
             else:
                 lines.writerow((sample.images[0], sample.annotation.caption))
@@ -380,6 +377,6 @@ def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down
         f"  img2dataset --url_list {shlex.quote(str(out))} --input_format tsv --url_col url "
         f"--caption_col caption --output_format webdataset --output_folder {downloaded} "
         "--image_size 512 --resize_only_if_bigger True --resize_mode keep_ratio\n"
-        f"and convert what came with --img2dataset {downloaded}"
+        f"and convert the downloads with --img2dataset {downloaded}"
     )
     return 0 if written else 1

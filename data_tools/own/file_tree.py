@@ -1,4 +1,4 @@
-"""All files of a place by path: a folder at any depth, the archives in it, or an archive alone."""
+"""All files below a folder or in an archive by path, also files in archives inside."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from posixpath import join, normpath
 from typing import IO
 
 from data_tools.originals import (
+    COMPRESSED_TARS,
     IMAGE_SUFFIXES,
     IN_FOLDER,
-    SUFFIXES,
     TOO_MUCH,
     FileEntry,
     ImageLocation,
     Originals,
+    display_path,
     plain_file,
-    shown,
-    temporary_file,
+    register_temporary,
 )
+from data_tools.own.tables import TABLE_SUFFIXES
 from vlp.config import ConfigError
 from vlp.data.file_names import FileNames
 from vlp.data.limits import (
@@ -34,30 +35,31 @@ from vlp.data.limits import (
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import append_member
 
-ARCHIVES = (".tar", ".zip", *SUFFIXES)
-_AT_ONCE = 1 << 20
+ARCHIVES = (".tar", ".zip", *COMPRESSED_TARS)
+_BLOCK = 1 << 20  # bytes read or written at once
 
 
 class FileTree(Originals):
     """Files by path, such as `train/a.jpg`, or `00000.tar/a.jpg` for an archive in a folder.
 
-    Hidden files and the folder `left_out` are skipped; a place inside another is listed once.
+    Hidden files and the folder `exclude` are skipped. A root inside another is listed once; a path
+    that two roots have starts with the root's name. `scratch` gets unpacked and embedded files.
     """
 
-    def __init__(self, roots: Sequence[Path], room: Path, left_out: Path | None = None) -> None:
+    def __init__(self, roots: Sequence[Path], scratch: Path, exclude: Path | None = None) -> None:
         super().__init__(())
-        self._room = room
-        self._left_out = None if left_out is None else left_out.resolve()
+        self._scratch = scratch
+        self._exclude = None if exclude is None else exclude.resolve()
         self._files: dict[str, FileEntry] = {}
-        self._roots: dict[int, Path] = {}
-        self._in_both: set[str] = set()
+        self._roots: dict[int, Path] = {}  # by container
+        self._shared_paths: set[str] = set()  # of several roots
         self._claims: set[str] = set()  # paths that rows name with a folder
-        self._placed: set[str] = set()
-        self._prefix = ""
-        self._tops: dict[str, str] = {}
-        self._other_tops: list[tuple[str, str]] = []
+        self._paths_with_root: set[str] = set()
+        self._prefix = ""  # of paths in the archive that is being added
+        self._prefixes: dict[str, str] = {}  # of paths in a folder or archive, by its real path
+        self._other_prefixes: list[tuple[str, str]] = []  # of duplicates, and the listed one
         self._embedded: IO[bytes] | None = None
-        self._digests: dict[bytes, str] = {}
+        self._digests: dict[bytes, str] = {}  # names of embedded images
         for root in roots:
             self._root = root.resolve()
             if root.is_file():
@@ -68,14 +70,14 @@ class FileTree(Originals):
                 raise ConfigError(f"{root}: there is no such file or folder")
             elif self._is_duplicate(root, ""):
                 continue
-            elif is_archive(path := self._plain(root)):
+            elif is_archive(path := self._decompress(root)):
                 self._add_archive(path)
             else:
                 self.add_file(path, without_gz(root.name))
 
     @property
-    def files(self) -> Sequence[str]:
-        """Return the paths of all files, in the order they were found."""
+    def files(self) -> list[str]:
+        """Return the paths of all files, by root and container."""
         return list(self._files)
 
     @property
@@ -83,15 +85,15 @@ class FileTree(Originals):
         """Return the paths of the images, by their extension."""
         return [path for path in self._files if path.lower().endswith(IMAGE_SUFFIXES)]
 
-    def whole(self, path: str) -> str:
-        """Return a path of `files` with the place before it, as far as that is known."""
+    def full_path(self, path: str) -> str:
+        """Return a path of `files` with its root before it; an embedded or missing one as it is."""
         entry = self._files.get(path)
-        if entry is not None and entry.offset == _ALONE:
+        if entry is not None and entry.offset == _SINGLE:
             return self._containers[entry.container].resolve().as_posix()
         root = None if entry is None else self._roots.get(entry.container)
         if root is None:
             return path
-        return f"{root.parent if path in self._placed else root}/{path}"
+        return f"{root.parent if path in self._paths_with_root else root}/{path}"
 
     def find(self, name: str) -> ImageLocation | None:
         """Return the location of a path of `files`; None if missing."""
@@ -99,12 +101,12 @@ class FileTree(Originals):
         return None if entry is None else self._location(PurePosixPath(name).name, entry)
 
     def path_of(self, name: str, folder: str = "") -> str | None:
-        """Return the path of a file that a table in `folder` names; None if unclear."""
-        # Tables of other machines have backslashes, or paths from the top of a nested place.
+        """Return the path of a file named in a table of `folder`; None if missing or ambiguous."""
         name = name.strip().replace("\\", "/").removeprefix("./")
+        # A file of a root inside another may be named by either root.
         alternatives = [
-            top + name.removeprefix(other)
-            for other, top in self._other_tops
+            prefix + name.removeprefix(other)
+            for other, prefix in self._other_prefixes
             if name.startswith(other)
         ]
         for path in (normpath(join(folder, name)), name, *alternatives):
@@ -118,18 +120,18 @@ class FileTree(Originals):
 
     @cached_property
     def _names(self) -> FileNames:
-        names = FileNames({path: self.whole(path) for path in self._files})
+        names = FileNames({path: self.full_path(path) for path in self._files})
         for path in self._claims:
             names.claim(path)
         return names
 
     @property
-    def shared(self) -> set[str]:
-        """Return paths that rows with other folders have named, as in `FileNames`."""
+    def ambiguous_paths(self) -> set[str]:
+        """Return paths that were found by names with different folders (see `FileNames`)."""
         return self._names.ambiguous if "_names" in vars(self) else set()
 
     def read_text(self, path: str) -> str:
-        """Return a small text in UTF-8; raises BadSample."""
+        """Return the text of a small UTF-8 file; raises BadSample."""
         location = self.find(path)
         assert location is not None
         try:
@@ -143,66 +145,61 @@ class FileTree(Originals):
             raise BadSample("bad annotation", f"{path}: not UTF-8") from error
 
     def on_disk(self, path: str) -> Path:
-        """Return a file on disk with the uncompressed content of `path`."""
+        """Return a file on disk with the uncompressed content of a table."""
         location = self.find(path)
         assert location is not None
-        # Names in archives never become paths on disk.
+        # A name of its own: a stranger's name from an archive must not become a path on disk.
         name = without_gz(PurePosixPath(path).name).lower()
-        suffix = next((end for end in _TABLES if name.endswith(end)), ".txt")
+        suffix = next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), ".txt")
         if location.member is None and location.size is None:
-            return plain_file(location.path, self._room, f"table{suffix}")
+            return plain_file(location.path, self._scratch, f"table{suffix}")
         entry = self._files[path]
-        archive = shown(self._containers[entry.container])
+        archive = display_path(self._containers[entry.container])
         member = f"{entry.folder}/{PurePosixPath(path).name}".lstrip("/")
-        target = self._room / f"table-{len(list(self._room.iterdir())):06d}{suffix}"
-        temporary_file(target, f"{archive}: {member}")
+        target = self._scratch / f"table-{len(list(self._scratch.iterdir())):06d}{suffix}"
+        register_temporary(target, f"{archive}: {member}")
         with open(target, "wb") as file:
-            for block in _blocks(location, path):
+            for block in _read_blocks(location, path):
                 file.write(block)
-        return plain_file(target, self._room, f"table{suffix}")
+        return plain_file(target, self._scratch, f"table{suffix}")
 
-    def add_file(self, path: Path, name: str | None = None) -> str:
-        """Add a file of the disk under a name; returns the name."""
-        name = name or path.name
+    def add_file(self, path: Path, name: str) -> str:
+        """Add a file on disk under a name, unless the tree has the name; returns the name."""
         if name not in self._files:
             folder = str(path.parent)
             self._containers.append(path)
-            self._files[name] = FileEntry(len(self._containers) - 1, folder, _ALONE, 0)
+            self._files[name] = FileEntry(len(self._containers) - 1, folder, _SINGLE, 0)
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
-        """Add an image from a table's bytes; returns its name, one for equal bytes."""
+        """Add an embedded image (call `flush` before reading); returns its name, one per bytes."""
         if len(data) > MAX_IMAGE_BYTES:
             raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]
         if digest in self._digests:
             return self._digests[digest]
         if self._embedded is None:
-            path = self._room / "embedded.tar"
-            self._embedded = open(path, "ab", buffering=_AT_ONCE)  # noqa: SIM115 (see flush)
+            path = self._scratch / "embedded.tar"
+            self._embedded = open(path, "ab", buffering=_BLOCK)  # noqa: SIM115 (see flush)
             self._containers.append(path)
             self._embedded_number = len(self._containers) - 1
         if name in self._files:
-            whole = PurePosixPath(name)
-            name = f"{whole.stem}-{digest.hex()[:12]}{whole.suffix}"
+            parts = PurePosixPath(name)
+            name = f"{parts.stem}-{digest.hex()[:12]}{parts.suffix}"
         append_member(self._embedded, "image", data)
-        # A tar fills its last block.
-        end = self._embedded.tell()
-        start = end - len(data) - -len(data) % 512
+        # The content lies before the padding to whole blocks of 512 bytes.
+        start = self._embedded.tell() - len(data) - -len(data) % 512
         self._files[name] = FileEntry(self._embedded_number, "", start, len(data))
         self._digests[digest] = name
         return name
 
     def flush(self) -> None:
-        """Flush the added images to disk, to be read."""
+        """Write embedded images to disk."""
         if self._embedded is not None:
             self._embedded.flush()
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def _location(self, name: str, entry: FileEntry) -> ImageLocation:
-        if entry.offset == _ALONE:
+        if entry.offset == _SINGLE:
             return ImageLocation(self._containers[entry.container])
         return super()._location(name, entry)
 
@@ -219,60 +216,58 @@ class FileTree(Originals):
         previous = self._files.get(path)
         root = self._root if previous is None else self._roots.get(previous.container)
         if root != self._root:
-            # Files of two places have one path: the name of each place goes before it.
-            self._in_both.add(path)
+            # The path is in two roots: put each root's name before it.
+            self._shared_paths.add(path)
             if root is not None:
-                self._placed.add(moved := f"{root.name}/{path}")
-                self._files[moved] = self._files.pop(path)
-        if path in self._in_both:
-            self._placed.add(path := f"{self._root.name}/{path}")
+                self._paths_with_root.add(renamed := f"{root.name}/{path}")
+                self._files[renamed] = self._files.pop(path)
+        if path in self._shared_paths:
+            self._paths_with_root.add(path := f"{self._root.name}/{path}")
         self._files[path] = entry
 
     def _add_folder(self, folder: Path) -> None:
         archives = []
         self._containers.append(folder)
         number = len(self._containers) - 1
-        for inside, name in self._walked(folder):
+        for subfolder, name in self._walk(folder):
             if name.lower().endswith(ARCHIVES):
-                archives.append((inside, name))
+                archives.append((subfolder, name))
             else:
-                self._add(name, FileEntry(number, inside, IN_FOLDER, 0))
-        for inside, name in archives:
-            self._prefix = f"{inside}/{name}" if inside else name
-            if not self._is_duplicate(folder / inside / name, f"{self._prefix}/"):
-                self._add_archive(self._plain(folder / inside / name))
+                self._add(name, FileEntry(number, subfolder, IN_FOLDER, 0))
+        for subfolder, name in archives:
+            self._prefix = f"{subfolder}/{name}" if subfolder else name
+            if not self._is_duplicate(folder / subfolder / name, f"{self._prefix}/"):
+                self._add_archive(self._decompress(folder / subfolder / name))
         self._prefix = ""
 
-    def _walked(self, folder: Path) -> Iterator[tuple[str, str]]:
-        # Links in a circle end, as each folder is listed once.
+    def _walk(self, folder: Path) -> Iterator[tuple[str, str]]:
+        """Yield (subfolder, name) of all files; links are followed, but no folder is read twice."""
         for root, folders, names in os.walk(folder, followlinks=True):
-            inside = Path(root).relative_to(folder).as_posix().removeprefix(".")
-            left_out = self._left_out is not None and Path(root).resolve() == self._left_out
-            if left_out or self._is_duplicate(Path(root), f"{inside}/" if inside else ""):
+            subfolder = Path(root).relative_to(folder).as_posix().removeprefix(".")
+            is_excluded = self._exclude is not None and Path(root).resolve() == self._exclude
+            if is_excluded or self._is_duplicate(Path(root), f"{subfolder}/" if subfolder else ""):
                 folders.clear()
                 continue
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(names):
-                yield inside, name
+                yield subfolder, name
 
-    def _is_duplicate(self, path: Path, top: str) -> bool:
-        # A table may name files from the top of either place.
+    def _is_duplicate(self, path: Path, prefix: str) -> bool:
+        """Return whether a folder or file was added before, and note the prefix of its paths."""
         real_path = os.path.realpath(path)
-        if real_path in self._tops:
-            self._other_tops.append((top, self._tops[real_path]))
+        if real_path in self._prefixes:
+            self._other_prefixes.append((prefix, self._prefixes[real_path]))
             return True
-        self._tops[real_path] = top
+        self._prefixes[real_path] = prefix
         return False
 
-    def _plain(self, path: Path) -> Path:
+    def _decompress(self, path: Path) -> Path:
         name = path.name.lower()
-        ending = ".tar" if name.endswith(SUFFIXES) else Path(without_gz(name)).suffix
-        return plain_file(path, self._room, f"unpacked{ending}")
+        suffix = ".tar" if name.endswith(COMPRESSED_TARS) else Path(without_gz(name)).suffix
+        return plain_file(path, self._scratch, f"unpacked{suffix}")
 
 
-_TABLES = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".token")
-# As an offset: the container itself.
-_ALONE = -3
+_SINGLE = -3  # in place of an offset: the container is the file
 
 
 def is_archive(path: Path) -> bool:
@@ -285,16 +280,17 @@ def is_archive(path: Path) -> bool:
 
 
 def without_gz(name: str) -> str:
-    """Return a file's name without its compression suffix."""
+    """Return a file's name without `.gz`."""
     return name[:-3] if name.lower().endswith(".gz") else name
 
 
-def _blocks(location: ImageLocation, path: str) -> Iterator[bytes]:
+def _read_blocks(location: ImageLocation, path: str) -> Iterator[bytes]:
+    """Yield the content of a file in a tar or zip, of any size; errors name its `path`."""
     if location.member is None:
         remaining = location.size or 0
         with open(location.path, "rb") as file:
             file.seek(location.offset)
-            while remaining and (block := file.read(min(remaining, _AT_ONCE))):
+            while remaining and (block := file.read(min(remaining, _BLOCK))):
                 remaining -= len(block)
                 yield block
         return
@@ -305,13 +301,12 @@ def _blocks(location: ImageLocation, path: str) -> Iterator[bytes]:
             if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ConfigError(f"{path}: compressed by method {info.compress_type}")
             with archive.open(info) as file:
-                while block := file.read(_AT_ONCE):
+                while block := file.read(_BLOCK):
                     remaining -= len(block)
                     if remaining < 0:
                         raise ConfigError(f"{path}: {TOO_MUCH}")
                     yield block
     except ConfigError:
         raise
-    # zipfile raises a dozen kinds for damaged members.
-    except Exception as error:
+    except Exception as error:  # zipfile raises a dozen classes for damaged members
         raise ConfigError(f"{path}: damaged ({error})") from error

@@ -1,4 +1,4 @@
-"""Recognition of the form that own images and captions come in, and the images with captions."""
+"""Recognition of the form of own data, and its images with captions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from data_tools.converters.captions import read_karpathy
 from data_tools.originals import IMAGE_SUFFIXES
 from data_tools.own.file_tree import FileTree, without_gz
 from data_tools.own.tables import (
-    SUFFIXES,
+    TABLE_SUFFIXES,
     ColumnOverrides,
     Columns,
     UserTable,
     find_columns,
-    no_columns,
+    missing_columns,
     open_table,
     require_splits,
     split_name,
@@ -40,11 +40,11 @@ FORMS = (
     "CSV, TSV, JSON Lines, JSON or Parquet table, a data set saved by `datasets`, img2dataset's "
     "output, or a tar or zip of one of these"
 )
-# Kind of fault of files next to images.
-BAD_ANNOTATION = "bad annotation"
+BAD_ANNOTATION = "bad annotation"  # kind of fault of side files
 OUTSIDE = "image outside the folder of its table, which --images may name"
-_SIDES = (".txt", ".caption", ".json")
-_KINDS = {
+# Side files have the name of an image with one of these suffixes.
+_SIDE_SUFFIXES = (".txt", ".caption", ".json")
+_TITLES = {
     ".csv": "a CSV table",
     ".tsv": "a TSV table",
     ".txt": "a text table",
@@ -55,27 +55,27 @@ _KINDS = {
     ".parquet": "a Parquet table",
     ".arrow": "a data set that `datasets` saved to disk",
 }
-_STARTS = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
-_MOST_TABLES = 10_000
-_SAMPLED = 20  # files beside images that tell whether all hold labels
+_MAGIC = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
+_MAX_TABLES = 10_000
+_SAMPLE = 20  # side files that show whether all hold numbers
 
 
 class UserImage(NamedTuple):
-    """An image (path in the tree, or its name if missing) with raw captions, split and URL."""
+    """An image with captions."""
 
-    image: str
+    image: str  # path in the tree, or the name of a missing image
     captions: list[str]
-    split: str | None = None
+    split: str | None = None  # as the data names it
     url: str | None = None
 
 
 class Form(NamedTuple):
-    """A recognised form: its title, how it was read, and its images, once."""
+    """A form of data: its title, messages on how it is read, and its images (to read once)."""
 
     title: str
-    took: list[str]
+    notes: list[str]
     images: Iterable[UserImage]
-    every_image: bool = True  # all images of the place should have a caption
+    covers_all_images: bool = True  # a caption is expected for every image of the place
 
 
 class _TableMatch(NamedTuple):
@@ -86,80 +86,83 @@ class _TableMatch(NamedTuple):
 
 
 def recognise(
-    tree: FileTree, overrides: ColumnOverrides, faults: Faults, place: Path, beside: Path | None
+    tree: FileTree, overrides: ColumnOverrides, faults: Faults, place: Path, base: Path | None
 ) -> Form:
-    """Recognise the form of a place by its files' names and the columns of tables.
+    """Recognise the form of a place by the names of its files and the columns of its tables.
 
-    Unusable rows are added to `faults` while images are read.
+    `base` is the folder on disk of a single table, to look for its images in.
+    Unusable rows are added to `faults` while the form's images are read.
     """
     files, images = tree.files, tree.images
     stems = {fold_case(path.rpartition(".")[0]) for path in images}
-    tables = [path for path in files if _may_be_table(path, stems)][:_MOST_TABLES]
-    metadata = [path for path in tables if _stem(path) == "metadata"]
+    tables = [path for path in files if _may_be_table(path, stems)][:_MAX_TABLES]
+    metadata = [
+        path for path in tables if PurePosixPath(without_gz(path)).stem.lower() == "metadata"
+    ]
     arrow_files = [path for path in tables if path.endswith(".arrow")]
-    sides = [path for path in files if _is_side(path, stems)]
-    # The user means a table that is named itself, whatever else the folder holds.
+    side_files = [path for path in files if _is_side_file(path, stems)]
+    # A place that is a table counts alone, whatever the folders of --images hold.
     table_name = without_gz(place.name)
-    is_table = place.is_file() and _suffix(table_name) in SUFFIXES
+    is_table = place.is_file() and _suffix(table_name) in TABLE_SUFFIXES
     if is_table:
         tables = [table_name]
     elif metadata or arrow_files:
         tables = metadata or arrow_files
     # Detectors write boxes into NAME.txt, while the captions are in a table.
     elif (
-        2 * len(sides) >= len(images) > 0
+        2 * len(side_files) >= len(images) > 0
         and overrides == ColumnOverrides()
-        and not (tables and _hold_numbers(sides[:_SAMPLED], tree))
+        and not (tables and _have_numbers_only(side_files[:_SAMPLE], tree))
     ):
-        return _side_files(tree, images, set(sides), tables, overrides, faults, place)
-    matches, refused = [], None
+        return _side_form(tree, images, side_files, tables, overrides, faults, place)
+    matches, problem = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
-        karpathy = _karpathy(on_disk, path, tree, beside, faults)
+        karpathy = _karpathy_form(on_disk, path, tree, base, faults)
         if karpathy is not None:
-            karpathy.took.extend(_left_out(tables, [path]))
+            karpathy.notes.extend(_unread_tables(tables, [path]))
             return karpathy
         table = open_table(on_disk, path, overrides, faults)
         if table is None:
-            refused = refused or ConfigError(f"{path}: no rows of images and captions in it")
+            problem = problem or ConfigError(f"{path}: no rows of images and captions in it")
             continue
         columns = find_columns(table.columns, overrides, table.bytes_columns)
         if columns is not None:
             split = next(filter(None, map(split_of, reversed(path.split("/")))), None)
             matches.append(_TableMatch(table, columns, path, split))
-        elif refused is None:
-            refused = no_columns(path, table.columns)
+        else:
+            problem = problem or missing_columns(path, table.columns)
     if matches:
-        title = _KINDS[_suffix(matches[0].path)]
+        title = _TITLES[_suffix(matches[0].path)]
         if metadata:
             title = "an imagefolder of Hugging Face"
         elif len(matches) > 1 and not arrow_files:
             title = f"{len(matches)} tables, the first of them {title}"
-        took = [f"{match.path}: {match.columns}" for match in matches[:3]]
-        took += _left_out(tables, [match.path for match in matches])
-        rows = _table_images(matches, tree, faults, beside)
-        # A table that is named itself may speak of some of the images only.
-        is_whole = not is_table and not any(match.table.bytes_columns for match in matches)
-        return Form(title, took, rows, every_image=is_whole)
-    if sides and not is_table:
-        return _side_files(tree, images, set(sides), tables, overrides, faults, place)
-    if refused is not None:
-        raise refused
+        notes = [f"{match.path}: {match.columns}" for match in matches[:3]]
+        notes += _unread_tables(tables, [match.path for match in matches])
+        rows = _table_images(matches, tree, faults, base)
+        # A table that the user names may describe some of the images only.
+        covers_all = not is_table and not any(match.table.bytes_columns for match in matches)
+        return Form(title, notes, rows, covers_all)
+    if side_files and not is_table:
+        return _side_form(tree, images, side_files, tables, overrides, faults, place)
+    if problem is not None:
+        raise problem
     if images:
         raise ConfigError(
             f"{place}: {len(images)} images and not one caption; put a NAME.txt beside each "
             "NAME.jpg, or a table with columns for images and captions"
         )
-    spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
-    hint = "; save a spreadsheet as CSV" if spreadsheet else ""
-    raise ConfigError(f"{place}: holds {_by_kind(files) or 'nothing'}{hint}; it should be {FORMS}")
+    has_spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
+    hint = "; save a spreadsheet as CSV" if has_spreadsheet else ""
+    contents = _count_by_suffix(files) or "nothing"
+    raise ConfigError(f"{place}: holds {contents}{hint}; it should be {FORMS}")
 
 
-def _left_out(tables: Sequence[str], read: Iterable[str]) -> list[str]:
-    known = set(read)
-    others = [path for path in tables if path not in known]
-    shown = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
-    return [f"{len(others)} other tables are left out: {shown}"] if others else []
+def _unread_tables(tables: Sequence[str], read: Sequence[str]) -> list[str]:
+    others = [path for path in tables if path not in {*read}]
+    listing = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+    return [f"{len(others)} other tables are left out: {listing}"] if others else []
 
 
 def is_number(text: str) -> bool:
@@ -167,21 +170,22 @@ def is_number(text: str) -> bool:
     return bool(re.fullmatch(r"[-+.\deE\s]*\d[-+.\deE\s]*", text))
 
 
-def _hold_numbers(sides: Sequence[str], tree: FileTree) -> bool:
-    lines, content = _read_sides(sides, tree, [])
+def _have_numbers_only(side_files: Sequence[str], tree: FileTree) -> bool:
+    lines, content = _read_side_files(side_files, tree, [])
     return content is None and len(lines) > 0 and all(map(is_number, lines))
 
 
 def other_files(tree: FileTree) -> str:
-    """Return the number of files that are neither images nor captions, as text; empty for 0."""
-    suffixes = {*SUFFIXES, *_SIDES, *IMAGE_SUFFIXES}
+    """Return a message on files that are neither images, captions nor tables; empty without any."""
+    suffixes = {*TABLE_SUFFIXES, *_SIDE_SUFFIXES, *IMAGE_SUFFIXES}
     files = [path for path in tree.files if _suffix(path) not in suffixes]
-    return f"{len(files)} files of other kinds are left out: {_by_kind(files)}" if files else ""
+    counts = _count_by_suffix(files)
+    return f"{len(files)} files of other kinds are left out: {counts}" if files else ""
 
 
-def value_image(value: Any, name: str, tree: FileTree) -> str | None:
-    """Return the path of an image stored as bytes in a table's value; None for other values."""
-    # The struct of `datasets` may have a path, too.
+def add_image(value: Any, name: str, tree: FileTree) -> str | None:
+    """Add the encoded image in a table's value to the tree; returns its path, or None."""
+    # `datasets` stores an object with bytes, and perhaps a path.
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes | bytearray | memoryview):
         return None
@@ -189,12 +193,12 @@ def value_image(value: Any, name: str, tree: FileTree) -> str | None:
     path = value.get("path") if isinstance(value, dict) else None
     if path:
         name = PurePosixPath(str(path).replace("\\", "/")).stem
-    suffix = next((kind for start, kind in _STARTS.items() if data.startswith(start)), "jpg")
+    suffix = next((suffix for magic, suffix in _MAGIC.items() if data.startswith(magic)), "jpg")
     return tree.add_bytes(f"{name}.{suffix}", data)
 
 
 def _table_images(
-    matches: Sequence[_TableMatch], tree: FileTree, faults: Faults, beside: Path | None
+    matches: Sequence[_TableMatch], tree: FileTree, faults: Faults, base: Path | None
 ) -> Iterator[UserImage]:
     for match in matches:
         folder = match.path.rpartition("/")[0]
@@ -206,17 +210,17 @@ def _table_images(
                 value = value[0]
             try:
                 captions = _texts_of(row, match.columns.captions)
-                image = value_image(value, f"{stem}-{number:06d}", tree)
+                image = add_image(value, f"{stem}-{number:06d}", tree)
             except BadSample as bad:
                 faults.append(Refused(bad.kind, where))
                 continue
             if image is None:
-                path = value.get("path") if isinstance(value, dict) else value
-                if path in (None, "") or isinstance(path, list | dict):
+                name = value.get("path") if isinstance(value, dict) else value
+                if name in (None, "") or isinstance(name, list | dict):
                     faults.append(Refused("row without one image", where))
                     continue
                 try:
-                    image = _resolved(str(path), folder, tree, beside)
+                    image = _resolve(str(name), folder, tree, base)
                 except BadSample as bad:
                     faults.append(Refused(bad.kind, f"{where}: {bad.where}"))
                     continue
@@ -224,63 +228,65 @@ def _table_images(
             yield UserImage(image, captions, split_name(split))
 
 
-def _resolved(name: str, folder: str, tree: FileTree, beside: Path | None) -> str:
-    """Return an image's path, or the name if missing; BadSample outside the table's folder."""
-    # A stranger's table could name private images, which would end in shards that are shared.
+def _resolve(name: str, folder: str, tree: FileTree, base: Path | None) -> str:
+    """Return the path of an image named in a table of `folder`, or the name if it is missing.
+
+    Raises BadSample outside `base`: a stranger's table could name private images, which would
+    become part of shards that are published.
+    """
     # Flickr numbers the captions of an image: `1.jpg#0`.
     for path in (name, re.sub(r"(\.\w+)#\d+$", r"\1", name)):
-        if beside is None:
+        if base is None:
             if (tree_path := tree.path_of(path, folder)) is not None:
                 return tree_path
-        elif (file := _existing(Path(os.path.abspath(beside / path)))) is not None:
-            if not file.is_relative_to(os.path.abspath(beside)):
+        elif (file := _find_file(Path(os.path.abspath(base / path)))) is not None:
+            if not file.is_relative_to(os.path.abspath(base)):
                 raise BadSample(OUTSIDE, name)
             return tree.add_file(file, path)
     return name
 
 
-def _existing(file: Path) -> Path | None:
-    # Some systems compare names without case, or write accents in another form.
-    if file.is_file():
-        return file
-    alike = _listed(file.parent).get(fold_case(file.name), [])
-    return alike[0] if len(alike) == 1 else None
+def _find_file(path: Path) -> Path | None:
+    """Return a file, else the only one that differs in case or the form of accents; or None."""
+    if path.is_file():
+        return path
+    similar = _files_by_name(path.parent).get(fold_case(path.name), [])
+    return similar[0] if len(similar) == 1 else None
 
 
 @lru_cache(maxsize=64)
-def _listed(folder: Path) -> dict[str, list[Path]]:
+def _files_by_name(folder: Path) -> dict[str, list[Path]]:
     by_name = defaultdict(list)
     for path in folder.iterdir() if folder.is_dir() else ():
         by_name[fold_case(path.name)].append(path)
     return by_name
 
 
-def _side_files(
+def _side_form(
     tree: FileTree,
     images: Sequence[str],
-    sides: set[str],
+    side_files: Sequence[str],
     tables: Sequence[str],
     overrides: ColumnOverrides,
     faults: Faults,
     place: Path,
 ) -> Form:
-    suffixes = Counter(_suffix(path) for path in sides)
-    shown = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.most_common())
+    """Return the form of images with captions in files of the same name."""
     # img2dataset writes *_stats.json; its .json beside an image holds the download status.
-    downloaded = any(path.endswith("_stats.json") for path in tree.files)
+    is_img2dataset = any(path.endswith("_stats.json") for path in tree.files)
     title = "images with their captions beside them"
-    if downloaded:
+    if is_img2dataset:
         title = "img2dataset's output"
     elif place.is_file() or any(".tar/" in path for path in images):
         title = "an archive of images with their captions beside them"
 
-    # Case may differ beside images (IMG_1.JPG, img_1.TXT); an exact match comes first.
+    # Case may differ from the image's (IMG_1.JPG, img_1.TXT); an exact match comes first.
     stems = {path.rpartition(".")[0] for path in images}
     by_stem: dict[str, str] = {}
-    by_folded: dict[str, str] = {}
-    for path in sides:
+    by_folded_stem: dict[str, str] = {}
+    for path in side_files:
         stem, _, extension = path.rpartition(".")
-        index = by_stem if stem in stems else by_folded
+        index = by_stem if stem in stems else by_folded_stem
         index[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[UserImage]:
@@ -289,17 +295,18 @@ def _side_files(
         ]
         for image in images:
             stem = image.rpartition(".")[0]
-            names = ((f"{stem}{end}", f"{fold_case(stem)}{end}") for end in _SIDES)
-            side_paths = (by_stem.get(exact) or by_folded.get(folded) for exact, folded in names)
-            paths = [path for path in side_paths if path is not None]
-            lines, content = _read_sides(paths, tree, faults)
+            paths = (
+                by_stem.get(stem + suffix) or by_folded_stem.get(fold_case(stem) + suffix)
+                for suffix in _SIDE_SUFFIXES
+            )
+            lines, content = _read_side_files(filter(None, paths), tree, faults)
             fields = content if isinstance(content, dict) else {}
             unseen_fields = [name for name in unseen_fields if name not in fields]
             captions = _texts_of(fields, overrides.captions or ("captions",))
             if overrides.captions is None:
                 captions = captions or _texts_of(fields, ("caption",))
                 # img2dataset writes one caption to .txt and .json; else .json wins, as in training.
-                captions = (lines or captions) if downloaded else (captions or lines)
+                captions = (lines or captions) if is_img2dataset else (captions or lines)
                 captions = captions or texts_in(content)
             split = split_name(fields.get(overrides.split)) if overrides.split else None
             yield UserImage(image, captions, split, fields.get("url") or None)
@@ -308,18 +315,19 @@ def _side_files(
                 f"{place}: no table column or .json field is called {', '.join(unseen_fields)}"
             )
 
+    source = _count_by_suffix(side_files)
     if overrides.captions:
-        shown = f"{', '.join(map(repr, overrides.captions))} of .json"
-    took = [f"captions from {shown} beside the images", *_left_out(tables, ())]
-    return Form(title, took, read())
+        source = f"{', '.join(map(repr, overrides.captions))} of .json"
+    notes = [f"captions from {source} beside the images", *_unread_tables(tables, ())]
+    return Form(title, notes, read())
 
 
 def _texts_of(fields: dict[str, Any], names: Iterable[str]) -> list[str]:
     return [text for name in names for text in texts_in(fields.get(name))]
 
 
-def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
-    # Both a text and a JSON file may describe an image.
+def _read_side_files(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[list[str], Any]:
+    """Return the lines of an image's text files, and the content of its JSON file (or None)."""
     lines: list[str] = []
     content = None
     for path in paths:
@@ -335,15 +343,15 @@ def _read_sides(paths: Iterable[str], tree: FileTree, faults: Faults) -> tuple[l
     return lines, content
 
 
-def _karpathy(
-    on_disk: Path, path: str, tree: FileTree, beside: Path | None, faults: Faults
+def _karpathy_form(
+    on_disk: Path, path: str, tree: FileTree, base: Path | None, faults: Faults
 ) -> Form | None:
-    # Parsing a large table of another form twice would take minutes.
+    """Return the form of a table in Karpathy's layout; None for another layout."""
+    # Look at the start first: parsing a large table takes minutes.
     with open(on_disk, "rb") as file:
         if _suffix(path) != ".json" or b'"sentences"' not in file.read(1 << 20):
             return None
-    # Its faults are counted by `read_karpathy`.
-    content = read_json(on_disk, [])
+    content = read_json(on_disk, [])  # `read_karpathy` counts its faults
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
     entries = read_karpathy(on_disk, faults)
@@ -352,42 +360,46 @@ def _karpathy(
     def read() -> Iterator[UserImage]:
         for entry in entries:
             try:
-                image = _resolved(entry.filename, folder, tree, beside)
+                image = _resolve(entry.filename, folder, tree, base)
             except BadSample as bad:
                 faults.append(Refused(bad.kind, bad.where))
                 continue
             yield UserImage(image, [text or "" for text in entry.captions], entry.split)
 
-    took = [f"{path}: filename, sentences and split"]
-    return Form("Karpathy's JSON", took, read(), every_image=False)
+    notes = [f"{path}: filename, sentences and split"]
+    return Form("Karpathy's JSON", notes, read(), covers_all_images=False)
 
 
-def _by_kind(paths: Iterable[str]) -> str:
-    kinds = Counter(_suffix(path) or "without an extension" for path in paths)
-    return ", ".join(f"{count} {suffix}" for suffix, count in kinds.most_common(8))
+def _count_by_suffix(paths: Iterable[str]) -> str:
+    counts = Counter(_suffix(path) or "without an extension" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(8))
 
 
 def splits_by_name(paths: Mapping[str, str], place: str) -> dict[str, str]:
-    """Return the split of each image that its whole path's folders, archives or name tell."""
-    # The uppermost folders that tell splits apart count.
+    """Return the splits of images by the names of folders and archives in their paths, or of files.
+
+    The uppermost level with several splits counts; an image above that level has no split.
+    """
     parts = {image: path.split("/") for image, path in paths.items()}
     for depth in range(max(map(len, parts.values()), default=0)):
-        # An image above these folders is of no split.
-        folders = {path: levels[depth] for path, levels in parts.items() if len(levels) > depth + 1}
-        splits = {path: split for path, name in folders.items() if (split := split_of(name))}
+        folders = {
+            image: levels[depth] for image, levels in parts.items() if len(levels) > depth + 1
+        }
+        splits = {image: split for image, name in folders.items() if (split := split_of(name))}
+        # A single split counts if it is val or test and other images lie above the level.
         is_partial = len(folders) < len(paths) and len(splits) == len(folders)
         if len(set(splits.values())) > 1 or (is_partial and {*splits.values()} & {"val", "test"}):
             require_splits(Counter(folders.values()), f"folders of {place}")
             return splits
-    files = {path: split for path, levels in parts.items() if (split := split_of(levels[-1]))}
-    return files if len(files) == len(paths) and len(set(files.values())) > 1 else {}
+    by_file = {image: split for image, levels in parts.items() if (split := split_of(levels[-1]))}
+    return by_file if len(by_file) == len(paths) and len(set(by_file.values())) > 1 else {}
 
 
 def _may_be_table(path: str, stems: set[str]) -> bool:
     name = PurePosixPath(path).name
-    if _suffix(path) not in SUFFIXES or _is_side(path, stems):
+    if _suffix(path) not in TABLE_SUFFIXES or _is_side_file(path, stems):
         return False
-    # `datasets` keeps its cache in such files.
+    # `datasets` caches results in such files.
     if name.startswith(("cache-", "tmp")) and name.endswith(".arrow"):
         return False
     # Of img2dataset, `datasets` and the hub.
@@ -395,17 +407,13 @@ def _may_be_table(path: str, stems: set[str]) -> bool:
     return name not in bookkeeping and not name.endswith("_stats.json")
 
 
-def _is_side(path: str, stems: set[str]) -> bool:
-    base, _, extension = path.rpartition(".")
-    return f".{extension.lower()}" in _SIDES and fold_case(base) in stems
+def _is_side_file(path: str, stems: set[str]) -> bool:
+    stem, _, extension = path.rpartition(".")
+    return f".{extension.lower()}" in _SIDE_SUFFIXES and fold_case(stem) in stems
 
 
 def _suffix(path: str) -> str:
     return PurePosixPath(without_gz(path)).suffix.lower()
-
-
-def _stem(path: str) -> str:
-    return PurePosixPath(without_gz(path)).stem.lower()
 
 
 PREFIX = "hub:"
@@ -419,7 +427,7 @@ def hub_form(
     faults: Faults,
     selection: Sequence[str] | None = None,
 ) -> Form:
-    """Open `hub:OWNER/NAME[:CONFIG]` (or a local folder NAME); bad rows are added to `faults`."""
+    """Return the form of `hub:OWNER/NAME[:CONFIG]` (or a local folder), with some or all splits."""
     try:
         import datasets
     except ImportError:
@@ -430,28 +438,30 @@ def hub_form(
     try:
         splits = datasets.load_dataset(name, config or None, streaming=True)
         selected = [split for split in splits if selection is None or split in selection]
-        parts = {split: _undecoded(splits[split], datasets) for split in selected}
-        columns_of = {split: list(_features(part)) for split, part in parts.items()}
-    # Of the hub, the network, or the data set's own form.
-    except Exception as error:
+        parts = {split: _without_decoding(splits[split], datasets) for split in selected}
+        features_by_split = {split: _features(part) for split, part in parts.items()}
+    except Exception as error:  # of the hub, the network or the data set's files
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"{place}: `datasets` cannot open it ({reason})") from error
     check_splits(selection, list(splits))
-    images = {
-        key for part in parts.values() for key, kind in _features(part).items() if _is_image(kind)
+    image_columns = {
+        name
+        for features in features_by_split.values()
+        for name, feature in features.items()
+        if _is_image(feature)
     }
-    names = next(iter(columns_of.values()), [])
-    columns = find_columns(names, overrides, sorted(images))
+    column_names = list(next(iter(features_by_split.values()), ()))
+    columns = find_columns(column_names, overrides, sorted(image_columns))
     if columns is None:
-        raise no_columns(place, names)
-    # Before anything is streamed, which takes hours.
+        raise missing_columns(place, column_names)
+    # Now, as streaming takes hours.
     if columns.split is None:
         require_splits(dict.fromkeys(parts), place, "choose others with --splits")
 
     def rows() -> Iterator[UserImage]:
         for split, part in parts.items():
             stream = iter(part.select_columns(columns.names))
-            features = datasets.Features(_features(part)).to_dict()
+            features = datasets.Features(features_by_split[split]).to_dict()
             number = -1
             while True:
                 number += 1
@@ -460,31 +470,29 @@ def hub_form(
                     row = with_class_names(next(stream), features)
                 except StopIteration:
                     break
-                # Of the network or the files.
-                except Exception as error:
+                except Exception as error:  # of the network or the files
                     raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
                 try:
                     captions = _texts_of(row, columns.captions)
-                    image = value_image(
-                        _with_bytes(row[columns.image], name), f"{split}-{number:08d}", tree
-                    )
+                    value = _read_bytes(row[columns.image], name)
+                    image = add_image(value, f"{split}-{number:08d}", tree)
                 except (BadSample, OSError) as error:
                     faults.append(Refused(getattr(error, "kind", "missing image"), where))
                     continue
                 if image is None:
                     faults.append(Refused("row without one image", where))
                     continue
-                name_of_split = row[columns.split] if columns.split else split
-                yield UserImage(image, captions, split_name(name_of_split))
+                row_split = row[columns.split] if columns.split else split
+                yield UserImage(image, captions, split_name(row_split))
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
-    return Form(title, [f"{place}: {columns}"], rows(), every_image=False)
+    return Form(title, [f"{place}: {columns}"], rows(), covers_all_images=False)
 
 
-def _undecoded(part: Any, datasets: Any) -> Any:
-    # Images stay as they are stored.
-    for key, kind in _features(part).items():
-        if _is_image(kind):
+def _without_decoding(part: Any, datasets: Any) -> Any:
+    """Return a split that yields images as encoded bytes."""
+    for key, feature in _features(part).items():
+        if _is_image(feature):
             part = part.cast_column(key, datasets.Image(decode=False))
     return part
 
@@ -495,12 +503,12 @@ def _features(part: Any) -> dict[str, Any]:
     return dict(part.features)
 
 
-def _is_image(kind: Any) -> bool:
-    return type(kind).__name__ == "Image"
+def _is_image(feature: Any) -> bool:
+    return type(feature).__name__ == "Image"
 
 
-def _with_bytes(value: Any, name: str) -> Any:
-    # A data set of single files has paths alone.
+def _read_bytes(value: Any, name: str) -> Any:
+    """Return an image's value with its bytes: data sets of single files have paths alone."""
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec
@@ -512,8 +520,10 @@ def _with_bytes(value: Any, name: str) -> Any:
 
 
 def _is_inside(path: str, name: str) -> bool:
-    """Return whether a path, perhaps into an archive (`zip://a.jpg::PLACE`), is of a data set."""
-    # A data set could name files of this machine or network.
+    """Return whether a path, perhaps into an archive (`zip://a.jpg::PLACE`), is of a data set.
+
+    A stranger's data set could name private files of this machine or network.
+    """
     *archives, location = path.split("::")
     if any(scheme.partition("://")[0] not in _ARCHIVES for scheme in archives):
         return False

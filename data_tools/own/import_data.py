@@ -16,8 +16,8 @@ from typer import Argument, Option
 from data_tools.builder.build import CorpusPart, Target, build_parts
 from data_tools.builder.samples import Refused, SampleSpec, clean_captions
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
-from data_tools.originals import unpacking_room
-from data_tools.own.content import SPLITS, Dealt, UserSample, deal, joined
+from data_tools.originals import scratch_folder
+from data_tools.own.content import SPLITS, Splitting, UserSample, merge_rows, split_images
 from data_tools.own.file_tree import FileTree
 from data_tools.own.forms import (
     BAD_ANNOTATION,
@@ -39,8 +39,7 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import readable
 from vlp.io import atomic_write
 
-SHARES = (0.9, 0.05, 0.05)
-_SHOWN = 3
+SHARES = (0.9, 0.05, 0.05)  # of train, val and test
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +49,7 @@ class ImportOptions:
     place: Annotated[str, Argument(metavar="PLACE", help="folder, file, archive or hub:OWNER/NAME")]
     out: Out
     images: Annotated[
-        list[Path] | None,
-        Option(metavar="PLACE", help="folders or archives of images (default: beside the table)"),
+        list[Path] | None, Option(metavar="PLACE", help="more folders or archives of images")
     ] = None
     image: Annotated[
         str | None, Option(metavar="COLUMN", help="of the images (default: found by name)")
@@ -66,37 +64,31 @@ class ImportOptions:
         list[str] | None, Option(help="of hub:OWNER/NAME: only these (default: all)")
     ] = None
     split: Annotated[
-        tuple[float, float, float],
-        Option(metavar="TRAIN VAL TEST", help="shares of the splits where the data has none"),
+        tuple[float, float, float], Option(metavar="TRAIN VAL TEST", help="shares of new splits")
     ] = SHARES
-    exact: Annotated[
-        bool, Option("--exact", help="images that look alike may be in different splits")
-    ] = False
-    name: Annotated[
-        str | None, Option(help="of the data set (default: the folder's or file's)")
-    ] = None
+    exact: Annotated[bool, Option("--exact", help="ignore near-duplicates")] = False
+    name: Annotated[str | None, Option(help="of the data set (default: the place's)")] = None
     allow_missing_captions: Annotated[
         bool, Option("--allow-missing-captions", help="leave out images without a caption")
     ] = False
     allow_missing_images: Annotated[
-        bool,
-        Option("--allow-missing-images", help="go on where most images of a table are missing"),
+        bool, Option("--allow-missing-images", help="even most images of a table")
     ] = False
     max_words: MaxWords = MAX_WORDS
 
     def __post_init__(self) -> None:
         shares = self.split
-        sound = all(math.isfinite(share) and share >= 0 for share in shares) and shares[0] > 0
-        if not sound or abs(sum(shares) - 1) > 1e-6:
-            shown = " ".join(f"{share:g}" for share in shares)
+        is_valid = all(math.isfinite(share) and share >= 0 for share in shares) and shares[0] > 0
+        if not is_valid or abs(sum(shares) - 1) > 1e-6:
+            values = " ".join(f"{share:g}" for share in shares)
             raise ConfigError(
-                f"--split {shown}: shares of train, val and test that add up to 1, as in "
+                f"--split {values}: give shares of train, val and test that add up to 1, as in "
                 "0.9 0.05 0.05"
             )
         if self.place.startswith(PREFIX):
             return
         if self.splits:
-            raise ConfigError(f"--splits: {self.place} is no data set of the hub; leave it out")
+            raise ConfigError(f"--splits: {self.place} is no hub:OWNER/NAME; leave out --splits")
         if not Path(self.place).exists():
             raise ConfigError(f"{self.place}: there is no such file or folder")
         if Path(self.place).resolve() == self.out.resolve():
@@ -104,7 +96,7 @@ class ImportOptions:
 
     @property
     def title(self) -> str:
-        """Return the name of the data set."""
+        """Return the name of the data set: --name, or that of the place."""
         if self.name or self.place.startswith(PREFIX):
             return self.name or self.place.removeprefix(PREFIX).rpartition("/")[2]
         path = Path(self.place).resolve()
@@ -127,69 +119,77 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
       a tar, .tar.gz, .tar.xz, .tar.bz2 or zip of one of these
 
     Several rows of one image, lists of captions and several lines of a .txt are several captions.
-    An image is named by its bytes: equal ones become one sample. Splits of the data's own are kept,
-    in a column (--split-column) or as names of folders or files, and images without one go into
-    train. Where there are none the bytes decide, and images that look alike stay on one side. An
-    interrupted command goes on where it was; later images follow those that are there.
+    Images of equal bytes become one sample. The data's own splits are kept, from a column
+    (--split-column) or from names of folders or files; images without a split go into train. Data
+    without splits is divided by the images' bytes, and near-duplicates stay in one split. After an
+    interruption the same command continues; images added later follow the existing samples.
     """
     faults: Faults = []
-    with unpacking_room(options.out) as room:
+    with scratch_folder(options.out) as scratch:
         try:
-            tree, form = _opened(options, room, faults)
+            tree, form = _open_place(options, scratch, faults)
             print(readable(f"{options.place}: {form.title}"))
-            for line in filter(None, (*form.took, other_files(tree))):
+            for line in filter(None, (*form.notes, other_files(tree))):
                 print(f"  {readable(line)}")
-            images, dropped = _cleaned(form, tree, faults, options)
+            images, dropped = _clean_images(form, tree, faults, options)
             tree.flush()
             if not options.split_column and not any(image.split for image in images):
-                # A missing image has no folder to compare with the others' folders.
-                present = [image.image for image in images if tree.find(image.image) is not None]
-                splits = splits_by_name({name: tree.whole(name) for name in present}, options.place)
+                # The folder of a missing image is unknown.
+                paths = {
+                    image.image: tree.full_path(image.image)
+                    for image in images
+                    if tree.find(image.image) is not None
+                }
+                splits = splits_by_name(paths, options.place)
                 images = [image._replace(split=splits.get(image.image)) for image in images]
-            _require_captions(images, form, tree, faults, options)
-            _show(images, tree)
+            _require_images_and_captions(images, form, tree, faults, options)
+            _print_examples(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)
         except OSError as error:
             path = error.filename or options.place
             raise ConfigError(f"{path}: {error.strerror or error}") from error
 
 
-def _opened(options: ImportOptions, room: Path, faults: Faults) -> tuple[FileTree, Form]:
+def _open_place(options: ImportOptions, scratch: Path, faults: Faults) -> tuple[FileTree, Form]:
     captions = tuple(options.caption) if options.caption else None
     overrides = ColumnOverrides(options.image, captions, options.split_column)
     images = options.images or []
     if options.place.startswith(PREFIX):
-        tree = FileTree(images, room, options.out)
+        tree = FileTree(images, scratch, options.out)
         return tree, hub_form(options.place, tree, overrides, faults, options.splits)
     path = Path(options.place)
-    tree = FileTree([path, *images], room, options.out)
-    is_single = path.is_file() and len(tree) == 1 and not images
+    tree = FileTree([path, *images], scratch, options.out)
+    is_single = path.is_file() and len(tree.files) == 1 and not images
     return tree, recognise(tree, overrides, faults, path, path.parent if is_single else None)
 
 
-def _cleaned(
+def _clean_images(
     form: Form, tree: FileTree, faults: Faults, options: ImportOptions
 ) -> tuple[list[UserImage], list[Refused]]:
-    # Captions are cleaned here already, as images without any are an error.
+    """Return each image once with cleaned captions, and the dropped captions."""
     dropped: list[Refused] = []
     images = []
     for image in form.images:
-        captions, lost = clean_captions(image.captions, image.image, options.max_words)
-        dropped += lost
+        captions, dropped_captions = clean_captions(image.captions, image.image, options.max_words)
+        dropped += dropped_captions
         images.append(image._replace(captions=captions))
-    unclear = [image for image in images if image.image in tree.shared]
-    faults += [Refused("image of several names", image.image) for image in unclear]
-    images = [image for image in images if image.image not in tree.shared]
+    ambiguous = tree.ambiguous_paths
+    faults += [
+        Refused("image of several names", image.image)
+        for image in images
+        if image.image in ambiguous
+    ]
+    images = [image for image in images if image.image not in ambiguous]
     if not images:
         first = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
         raise ConfigError(f"{options.place}: no row can be used{first}")
-    return joined(images), dropped
+    return merge_rows(images), dropped
 
 
-def _require_captions(
+def _require_images_and_captions(
     images: Sequence[UserImage], form: Form, tree: FileTree, faults: Faults, options: ImportOptions
 ) -> None:
-    # A table with most images missing is one whose folder was not named.
+    """Refuse data without most of its images, or with images without captions, unless allowed."""
     missing = [image.image for image in images if tree.find(image.image) is None]
     present, first = len(images) - len(missing), readable(next(iter(missing), ""))
     allowed = options.allow_missing_images and present
@@ -203,46 +203,43 @@ def _require_captions(
             f"{options.place}: {present or 'none'} of its {len(images)} images "
             f"{'is' if present < 2 else 'are'} there (the first that is not: {first}); {remedy}"
         )
-    without = [image.image for image in images if not image.captions]
-    if form.every_image:
-        described = {image.image for image in images}
-        without += [path for path in tree.images if path not in described]
-    captions = sum(len(image.captions) for image in images)
-    print(f"  {present} images, {captions} captions")
-    if captions and all(is_number(text) for image in images for text in image.captions):
+    captions = [caption for image in images for caption in image.captions]
+    print(f"  {present} images, {len(captions)} captions")
+    if captions and all(map(is_number, captions)):
         print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
         print(f"  {len(missing)} images are nowhere (first: {first})")
+    without = [image.image for image in images if not image.captions]
+    total = len(images)
+    if form.covers_all_images:
+        described = {image.image for image in images}
+        others = [path for path in tree.images if path not in described]
+        without, total = without + others, total + len(others)
     if not without:
         return
-    total = len(images) + len(without) - sum(not image.captions for image in images)
     counts = (
         f"{total} images, and {len(without)} of them have no caption (first: "
         f"{readable(without[0])})"
     )
-    # A row or file that cannot be read costs its image, and is counted.
+    # An unreadable row or side file costs a caption, and is counted as a fault already.
     allowed = options.allow_missing_captions or len(without) <= len(faults)
     if len(without) == total or not allowed:
+        unread = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
+        hint = ""
+        if unread:
+            hint = f"; {len(unread)} annotations cannot be read (first: {readable(unread[0])})"
         raise ConfigError(
             f"{options.place}: {counts}; write them, or leave these images out with "
-            f"--allow-missing-captions{_unread(faults)}"
+            f"--allow-missing-captions{hint}"
         )
     print(f"  {counts}: left out")
 
 
-def _unread(faults: Faults) -> str:
-    # A caption may be missing only because its file cannot be read.
-    bad = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
-    if not bad:
-        return ""
-    return f"; {len(bad)} annotations cannot be read (first: {readable(bad[0])})"
-
-
-def _show(images: Sequence[UserImage], tree: FileTree) -> None:
-    # The start alone may look right where columns slip.
-    shown = [image for image in images if image.captions and tree.find(image.image)]
-    for position in sorted({0, len(shown) // 2, len(shown) - 1})[:_SHOWN] if shown else ():
-        image = shown[position]
+def _print_examples(images: Sequence[UserImage], tree: FileTree) -> None:
+    # Also from the middle and the end: columns may slip behind a few good rows.
+    examples = [image for image in images if image.captions and tree.find(image.image)]
+    for position in sorted({0, len(examples) // 2, len(examples) - 1}) if examples else ():
+        image = examples[position]
         try:
             location = tree.find(image.image)
             assert location is not None
@@ -261,9 +258,9 @@ def _build(
     options: ImportOptions,
     build: BuildOptions,
 ) -> int:
-    earlier = Earlier({}, {}) if build.replace else Earlier.read(options.out)
-    dealt = deal(
-        earlier.first([image for image in images if image.captions]),
+    earlier = EarlierImport({}, {}) if build.replace else EarlierImport.read(options.out)
+    splitting = split_images(
+        earlier.sort([image for image in images if image.captions]),
         tree,
         options.split,
         build.workers(),
@@ -271,36 +268,30 @@ def _build(
         options.split_column is not None,
         options.exact,
     )
-    paths = [sample.image.image for sample in dealt.samples]
+    paths = [sample.image.image for sample in splitting.samples]
     keys = keys_of(paths, earlier.keys)
-    if earlier.keys and (new := sum(image not in earlier.keys for image in paths)):
-        print(f"  {new} images are new; those of the run before keep their key and split")
-    _say_split(dealt, options)
-    refused = [
-        *faults,
-        *(Refused("no text", image.image) for image in images if not image.captions),
-    ]
+    if earlier.keys and (new := sum(path not in earlier.keys for path in paths)):
+        print(f"  {new} images are new; the others keep key and split of the run before")
+    _print_splits(splitting, options)
+    refused = [Refused("no text", image.image) for image in images if not image.captions]
     parts: list[CorpusPart] = []
     for split in SPLITS:
-        positions = [
-            position for position, sample in enumerate(dealt.samples) if sample.split == split
+        specs = [
+            _spec(sample, key, options.title)
+            for sample, key in zip(splitting.samples, keys)
+            if sample.split == split
         ]
-        if not positions and not (options.out / split).exists():
-            continue
-        specs = (
-            _spec(dealt.samples[position], keys[position], options.title) for position in positions
-        )
-        parts.append(CorpusPart(split, [*specs, *(() if parts else refused)]))
+        if specs or (options.out / split).exists():
+            # The first part's manifest counts all faults.
+            parts.append(CorpusPart(split, specs if parts else [*specs, *faults, *refused]))
     settings = {
         "max_words": options.max_words,
         "name": options.title,
-        "split": None if dealt.from_data else list(options.split),
+        "split": None if splitting.from_data else list(options.split),
     }
-    splits = [sample.split for sample in dealt.samples]
+    rows = [(path, key, s.split) for path, key, s in zip(paths, keys, splitting.samples)]
     target = Target(options.out, build, options.title, "unknown", settings)
-    code = build_parts(
-        target, parts, tree, lambda: Earlier.write(options.out, zip(paths, keys, splits))
-    )
+    code = build_parts(target, parts, tree, lambda: EarlierImport.write(options.out, rows))
     if code == 0:
         print(next_steps(options.out, [part.name for part in parts]))
     return code
@@ -308,84 +299,81 @@ def _build(
 
 def _spec(sample: UserSample, key: str, source: str) -> SampleSpec:
     image = sample.image
-    more = {"url": image.url} if image.url else {}
     annotation = Annotation(
         captions=image.captions,
         source=source,
         image_id=sample.digest or None,
         file=readable(image.image),
-        **more,
+        **({"url": image.url} if image.url else {}),
     )
     return SampleSpec(key, (image.image,), annotation)
 
 
-def _say_split(dealt: Dealt, options: ImportOptions) -> None:
-    counts = Counter(sample.split for sample in dealt.samples)
-    how = "as the data has it" if dealt.from_data else "by the images' bytes"
-    shown = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
-    print(f"  split {how}: {shown}")
-    names = {sample.image.split for sample in dealt.samples} - {None}
-    if names and not dealt.from_data:
+def _print_splits(splitting: Splitting, options: ImportOptions) -> None:
+    counts = Counter(sample.split for sample in splitting.samples)
+    origin = "as the data has it" if splitting.from_data else "by the images' bytes"
+    listing = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
+    print(f"  split {origin}: {listing}")
+    names = {sample.image.split for sample in splitting.samples} - {None}
+    if names and not splitting.from_data:
         unused = ", ".join(repr(name) for name in sorted(map(str, names))[:3])
         print(f"  split names of the data that are not used: {unused}")
-    if dealt.unsplit:
+    if splitting.num_unsplit:
         print(
-            f"  {dealt.unsplit} images have no split there: they go into train, or where an image "
-            "is that looks alike"
+            f"  {splitting.num_unsplit} images have no split there: they go into the split of a "
+            "near-duplicate, or into train"
         )
-    if dealt.merged:
-        print(f"  {dealt.merged} images have the bytes of another one, which got their captions")
-    if dealt.torn:
+    if splitting.num_merged:
+        print(f"  {splitting.num_merged} images have the bytes of another and are merged with it")
+    num_groups = sum(count > 1 for count in Counter(splitting.groups).values())
+    group_splits = {(group, s.split) for group, s in zip(splitting.groups, splitting.samples)}
+    num_divided = sum(n > 1 for n in Counter(group for group, _ in group_splits).values())
+    if num_divided:
+        owner = "data" if splitting.from_data else "first run"
         print(
-            f"  careful: {dealt.torn} groups of images that look alike are on two sides of the "
-            f"{'data' if dealt.from_data else 'first run'}'s own split; vlp data overlap lists them"
+            f"  careful: {num_divided} groups of near-duplicates are in two splits of the {owner}; "
+            "vlp data overlap lists them"
         )
-    elif dealt.alike and not options.exact:
-        print(f"  {dealt.alike} groups of images that look alike, each on one side")
+    elif num_groups and not options.exact:
+        print(f"  {num_groups} groups of near-duplicates, each in one split")
 
 
 VOCABULARY = 4000  # as in configs/pretrain/flickr8k_small.yaml
 
 
 def next_steps(out: Path, splits: Sequence[str]) -> str:
-    """Return the commands that train on the splits that were written and evaluate the model."""
-    train = out / "train"
-    aligned, run = Path("runs") / f"{out.name}_aligned", Path("runs") / out.name
-    sources = _quoted(f"data.sources=[{{path: {train}}}]")
-    vocabulary = _quoted(f"{out / 'vocabulary'}")
-    evaluated = next((split for split in ("val", "test") if split in splits), "train")
-    align = f"vlp align --config configs/pretrain/from_towers.yaml --out {_quoted(aligned)}"
-    config = "--config configs/pretrain/flickr8k_small.yaml"
-    options = f"data.vocabulary={vocabulary} output={_quoted(run)}"
-    evaluate = f"vlp evaluate retrieval --shards {_quoted(out / evaluated)} --model"
+    """Return commands that train on the data, with an evaluation on val, else test, else train."""
+    quote = shlex.quote
+    train, vocabulary = quote(f"{out}/train"), quote(f"{out}/vocabulary")
+    sources = quote(f"data.sources=[{{path: {out}/train}}]")
+    aligned, run = quote(f"runs/{out.name}_aligned"), quote(f"runs/{out.name}")
+    split = next((split for split in ("val", "test") if split in splits), "train")
+    evaluate = f"vlp evaluate retrieval --shards {quote(f'{out}/{split}')} --model"
     return (
         "next, from public towers:\n"
-        f"  {align} {sources}\n"
-        f"  {evaluate} {_quoted(aligned)}\n"
-        "or from nothing:\n"
-        f"  vlp data vocabulary --shards {_quoted(train)} --size {VOCABULARY} --out {vocabulary}\n"
-        f"  vlp train {config} {sources} {options}\n"
-        f"  {evaluate} {_quoted(run / 'model')}"
+        f"  vlp align --config configs/pretrain/from_towers.yaml --out {aligned} {sources}\n"
+        f"  {evaluate} {aligned}\n"
+        "or from random weights:\n"
+        f"  vlp data vocabulary --shards {train} --size {VOCABULARY} --out {vocabulary}\n"
+        f"  vlp train --config configs/pretrain/flickr8k_small.yaml {sources} "
+        f"data.vocabulary={vocabulary} output={run}\n"
+        f"  {evaluate} {quote(f'runs/{out.name}/model')}"
     )
 
 
-def _quoted(value: object) -> str:
-    return shlex.quote(str(value))
+IMPORT_NAME = "imported.jsonl"
 
 
-NAME = "imported.jsonl"
-
-
-class Earlier(NamedTuple):
-    """Samples of the run before: key and split by the image's path, in the order of the list."""
+class EarlierImport(NamedTuple):
+    """Keys and splits of an earlier run's samples by image path, in the order of its samples."""
 
     keys: dict[str, str]
     splits: dict[str, str]
 
     @classmethod
-    def read(cls, out: Path) -> Earlier:
-        """Return the earlier import of a folder; empty without one."""
-        path, earlier = out / NAME, cls({}, {})
+    def read(cls, out: Path) -> EarlierImport:
+        """Return the earlier import into a folder; empty without one."""
+        path, earlier = out / IMPORT_NAME, cls({}, {})
         if not path.exists():
             return earlier
         try:
@@ -397,29 +385,29 @@ class Earlier(NamedTuple):
             raise ConfigError(f"{path}: damaged ({error}); delete it, or --replace") from error
         return earlier
 
-    def first(self, images: Sequence[UserImage]) -> list[UserImage]:
-        """Return the images of the run before in its order, then the others in theirs."""
+    def sort(self, images: Sequence[UserImage]) -> list[UserImage]:
+        """Return images of the earlier run in its order, then the others in the given order."""
         positions = {image: number for number, image in enumerate(self.keys)}
         return sorted(images, key=lambda image: positions.get(image.image, len(positions)))
 
     @staticmethod
     def write(out: Path, samples: Iterable[tuple[str, str, str]]) -> None:
-        """Remember image, key and split of each sample."""
-        with atomic_write(out / NAME, "w", durable=True, error=ConfigError) as file:
+        """Store (image path, key, split) of each sample."""
+        with atomic_write(out / IMPORT_NAME, "w", durable=True, error=ConfigError) as file:
             file.writelines(json.dumps(sample) + "\n" for sample in samples)
 
 
 def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
-    """Return unique keys of paths without their common folder; `existing` keys stay."""
+    """Return unique keys, made from paths without their common folders; `existing` keys stay."""
     parts = [PurePosixPath(path).parts for path in paths]
-    shared = 0
+    common = 0
     while all(
-        len(path_parts) > shared + 1 and path_parts[shared] == parts[0][shared]
+        len(path_parts) > common + 1 and path_parts[common] == parts[0][common]
         for path_parts in parts
     ):
-        shared += 1
+        common += 1
     stems = [
-        "/".join(path_parts[shared:]).rpartition(".")[0] or path_parts[-1] for path_parts in parts
+        "/".join(path_parts[common:]).rpartition(".")[0] or path_parts[-1] for path_parts in parts
     ]
     keys = [existing.get(path) or _key(stem) for path, stem in zip(paths, stems)]
     counts = Counter(keys)
@@ -435,6 +423,7 @@ def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
 
 
 def _key(stem: str) -> str:
-    # An emoji's joiners are no printable characters.
-    joined = "_".join(stem.split())
-    return "".join("_" if sign in "./" or not sign.isprintable() else sign for sign in joined)
+    return "".join(
+        "_" if character in "./" or not character.isprintable() else character
+        for character in "_".join(stem.split())
+    )

@@ -1,4 +1,4 @@
-"""Tables of images and captions: CSV, TSV, JSON, JSON Lines, Parquet, and Arrow of datasets."""
+"""Tables of images and captions: CSV, TSV, JSON, JSON Lines, Parquet and Arrow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.samples import Refused
-from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, most_unpacked, shown
-from data_tools.rows import Faults, Located, json_lines, read_json, sound, streamed_list
+from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, display_path, max_unpacked_bytes
+from data_tools.rows import Faults, Located, is_utf8, json_lines, read_json, streamed_list
 from vlp.config import ConfigError
 from vlp.data.file_names import SPLIT_NAMES, split_of
 from vlp.data.shards.sample_files import BadSample
 from vlp.io import parse_json
 
-# Usual names, the most telling first.
+# Usual names of columns, in order of preference.
 IMAGES = (
     *("image", "images", "file_name", "filename", "image_file_name", "image_path", "img_path"),
     *("image_file", "image_name", "img", "img_name", "filepath", "file_path", "path", "file"),
@@ -32,13 +32,14 @@ CAPTIONS = (
 )
 SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage")
 
-# written by pandas and others for a missing caption
+# Pandas and other tools write these for a missing value.
 _MISSING = {"", "nan", "none", "null", "<null>", "na", "<na>", "n/a", "#n/a", "\\n"}
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
+# A list, tuple, set or array as Python and NumPy print it; an item (1), before a space (2) if NumPy
+# leaves out the comma, or else what NumPy writes around items.
 _PRINTED = re.compile(
     r"""(array|list)?[\[({]\s*([\[({]|[bu]?['"]|np\.|array|list|None|nan).*[\])}]""", re.DOTALL
 )
-# An item of a printed list, with the space for a comma; else what NumPy writes around items.
 _ITEM = re.compile(
     r"""([bu]?'(?:[^'\\]|\\.)*'|[bu]?"(?:[^"\\]|\\.)*"|None|nan|[\])}])(\s+(?=[^\s,\])}]))?"""
     r"|(?:np\.str_|array|list)(?=\()|,\s*dtype=[^\s)]+",
@@ -49,7 +50,7 @@ _DEPTH = 3  # of nested lists of captions
 
 
 class Columns(NamedTuple):
-    """Columns of a table by name."""
+    """The names of a table's columns with images, captions and splits."""
 
     image: str
     captions: tuple[str, ...]
@@ -57,7 +58,7 @@ class Columns(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Return all columns to read."""
+        """Return the columns to read."""
         return [self.image, *self.captions, *([self.split] if self.split else [])]
 
     def __str__(self) -> str:
@@ -67,7 +68,7 @@ class Columns(NamedTuple):
 
 
 class ColumnOverrides(NamedTuple):
-    """Columns that the command line names; None: to be found."""
+    """Columns that the command line names; others are found by their usual names."""
 
     image: str | None = None
     captions: tuple[str, ...] | None = None
@@ -81,17 +82,17 @@ def find_columns(
     overridden = (overrides.image, *(overrides.captions or ()), overrides.split)
     if any(name is not None and name not in names for name in overridden):
         return None
-    by_name = {plain(name): name for name in reversed(names)}
+    by_name = {normalise_name(name): name for name in reversed(names)}
     image = overrides.image or next((by_name[name] for name in IMAGES if name in by_name), None)
     captions = overrides.captions
     if captions is None:
-        numbered = tuple(name for name in names if _NUMBERED.fullmatch(plain(name)))
+        numbered = tuple(name for name in names if _NUMBERED.fullmatch(normalise_name(name)))
         first = next((by_name[name] for name in CAPTIONS if name in by_name), None)
         captions = (first,) if first is not None else numbered
-    # Captions may be stored as bytes, too.
-    binary = [name for name in bytes_columns if name not in captions]
-    if overrides.image is None and image not in binary and len(binary) == 1:
-        image = binary[0]
+    # Encoded images need no usual name, if a single column has them.
+    image_columns = [name for name in bytes_columns if name not in captions]
+    if overrides.image is None and image not in image_columns and len(image_columns) == 1:
+        image = image_columns[0]
     if image is None or not captions:
         return None
     # An exact `split` comes first, then names like `data_split`.
@@ -100,30 +101,30 @@ def find_columns(
     return Columns(image, captions, None if split in (image, *captions) else split)
 
 
-def plain(name: str) -> str:
-    """Return a column's name as the lists here have it."""
+def normalise_name(name: str) -> str:
+    """Return a column's name in lower case with `_` for spaces and hyphens."""
     return re.sub(r"[\s-]+", "_", name.strip().lower())
 
 
-def no_columns(where: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a table without columns that are known or named."""
-    shown = ", ".join(list(names)[:20])
+def missing_columns(where: str, names: Iterable[str]) -> ConfigError:
+    """Return the error for a table without the columns of `find_columns`."""
+    listing = ", ".join(list(names)[:20])
     return ConfigError(
-        f"{where}: no columns for images and captions among {shown}; name them with --image COLUMN "
-        "--caption COLUMN"
+        f"{where}: no columns for images and captions among {listing}; name them with --image "
+        "COLUMN --caption COLUMN"
     )
 
 
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
-    """Return the captions in a value: a text, UTF-8 bytes, a list, or objects with one each.
+    """Return the captions in a value: text, UTF-8 bytes, an object with a caption, or a list.
 
     Raises BadSample for other bytes.
     """
-    # NaN stands for a missing value.
+    # NaN, the only value that is not equal to itself, stands for a missing one.
     if value is None or value != value or depth < 0:
         return []
     if isinstance(value, dict):
-        keys = {plain(str(key)): key for key in reversed(value)}
+        keys = {normalise_name(str(key)): key for key in reversed(value)}
         key = next((keys[name] for name in ("raw", *CAPTIONS) if name in keys), None)
         return [] if key is None else texts_in(value[key], depth - 1)
     if isinstance(value, list | tuple):
@@ -139,28 +140,28 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
     if _BYTES.fullmatch(text):
         with suppress(ValueError, SyntaxError):
             return [ast.literal_eval(text).decode().strip()]
-    # Tables of pandas have lists as they were printed, those of NumPy without commas.
+    # Pandas writes lists into CSV files as Python or NumPy prints them.
     if _PRINTED.fullmatch(text):
-        with_commas = _ITEM.sub(_with_comma, text)
+        literal = _ITEM.sub(_add_comma, text)
         # A set has no order, so it is read as a list.
-        as_list = re.sub(r"^\{(.*)\}$", r"[\1]", with_commas, flags=re.DOTALL)
+        as_list = re.sub(r"^\{(.*)\}$", r"[\1]", literal, flags=re.DOTALL)
         readings: list[tuple[Callable[[str], Any], str]] = [
-            *((parse_json, text), (ast.literal_eval, with_commas), (ast.literal_eval, as_list))
+            *((parse_json, text), (ast.literal_eval, literal), (ast.literal_eval, as_list))
         ]
-        for parse, written in readings:
+        for parse, source in readings:
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                if isinstance(values := parse(written), list | tuple | dict):
+                if isinstance(values := parse(source), list | tuple | dict):
                     return texts_in(values, depth - 1)
     return [text]
 
 
-def _with_comma(item: re.Match[str]) -> str:
+def _add_comma(item: re.Match[str]) -> str:
     value = "None" if item[1] == "nan" else item[1] or ""
     return value + "," * bool(item[2])
 
 
 def split_name(value: Any) -> str | None:
-    """Return a row's split; None without one."""
+    """Return the name of a split in a table's value; None if missing (also NaN)."""
     name = "" if value is None or value != value else str(value).strip()
     return name or None
 
@@ -168,34 +169,34 @@ def split_name(value: Any) -> str | None:
 def require_splits(
     counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
 ) -> None:
-    """Refuse names that are only partly splits; `counts` are images by name, if known."""
+    """Refuse names of which only some mean a split; `counts` are images by name, if known."""
     split_by_name = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in split_by_name.values()]
     unknown = [name for name, split in split_by_name.items() if split is None]
-    # Else images of a test set, by whatever name, would be dealt anew.
+    # Ignored, such names could move test images, by whatever name, to train.
     if unknown and splits:
         count = counts[unknown[0]]
-        shown = repr(unknown[0]) if count is None else f"{unknown[0]!r} ({count} images)"
+        label = repr(unknown[0]) if count is None else f"{unknown[0]!r} ({count} images)"
         raise ConfigError(
-            f"{where}: {shown} is no split, but stands beside {' and '.join(splits)}; {remedy}"
+            f"{where}: {label} is no split, but stands beside {' and '.join(splits)}; {remedy}"
         )
 
 
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token")
+TABLE_SUFFIXES = (
+    *(".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".txt", ".token"),
+)
 _IMAGE_NAME = re.compile(rf"[^\t;|]+({'|'.join(map(re.escape, IMAGE_SUFFIXES))})(#\d+)?")
-# JSON rows that define the columns.
-_SAMPLED = 50
+_HEAD = 50  # first JSON rows, which define the columns
 _TEXT: dict[str, Any] = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": ""}
-# A last line that an open quote swallows.
-_END = "\0"
+_END = "\0"  # added as a last line, which ends up in a cell if a quote is left open
 _BATCH = 32  # rows of images at once
 
 
 class UserTable(NamedTuple):
-    """One readable table: `rows` yields (location, row); `bytes_columns` hold encoded images."""
+    """An opened table."""
 
     columns: list[str]
-    rows: Callable[[Sequence[str]], Iterator[Located]]
+    rows: Callable[[Sequence[str]], Iterator[Located]]  # yields the given columns
     bytes_columns: tuple[str, ...] = ()
 
 
@@ -205,30 +206,30 @@ def open_table(
     """Open a table by its suffix; None without rows; unreadable rows are added to `faults`."""
     suffix = path.suffix.lower()
     if suffix in (".parquet", ".arrow"):
-        return _columnar(path, where)
+        return _arrow_table(path, where)
     if suffix in (".jsonl", ".ndjson"):
-        return _of_objects(json_lines(path, faults), faults)
+        return _object_table(json_lines(path, faults), faults)
     if suffix == ".json":
-        return _of_objects(_json_rows(path, faults), faults)
-    return _delimited(path, where, overrides, faults)
+        return _object_table(_json_rows(path, faults), faults)
+    return _text_table(path, where, overrides, faults)
 
 
-def _of_objects(rows: Iterator[Located], faults: Faults) -> UserTable | None:
-    first = list(islice(rows, _SAMPLED))
-    columns = list(dict.fromkeys(key for _, row in first if isinstance(row, dict) for key in row))
+def _object_table(objects: Iterator[Located], faults: Faults) -> UserTable | None:
+    head = list(islice(objects, _HEAD))
+    columns = list(dict.fromkeys(key for _, row in head if isinstance(row, dict) for key in row))
 
-    def objects(names: Sequence[str]) -> Iterator[Located]:
-        for where, row in chain(first, rows):
+    def rows(names: Sequence[str]) -> Iterator[Located]:
+        for where, row in chain(head, objects):
             if isinstance(row, dict):
                 yield where, row
             else:
                 faults.append(Refused("row of another layout", where))
 
-    return UserTable(columns, objects) if columns else None
+    return UserTable(columns, rows) if columns else None
 
 
 def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the objects of a list, of lines, or of an object with lists, images or columns."""
+    """Yield the rows of a JSON file: a list, lines, or an object of lists, images or columns."""
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"["):
@@ -245,31 +246,31 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         return
     if {"images", "annotations"} <= content.keys():
         raise ConfigError(
-            f"{shown(path)}: COCO's own layout; take it with: vlp data coco --annotations FILE"
+            f"{display_path(path)}: COCO's own layout; take it with: vlp data coco --annotations "
+            "FILE"
         )
-    by_name = {
+    row_by_image = {
         name: value if isinstance(value, dict) else {"caption": value}
         for name, value in content.items()
         if name.lower().endswith(IMAGE_SUFFIXES)
     }
-    # Several lists may be splits.
     lists = {
         name: rows
         for name, rows in content.items()
         if isinstance(rows, list) and any(isinstance(row, dict) for row in rows)
     }
-    if by_name:
-        yield from (
-            (f"{shown(path)}, {name}", {"image": name, **row}) for name, row in by_name.items()
-        )
+    if row_by_image:
+        for name, row in row_by_image.items():
+            yield f"{display_path(path)}, {name}", {"image": name, **row}
     elif lists:
         for name, rows in lists.items():
+            # The list's name may be a split.
             split = {"split": name} if split_of(name) else {}
             for number, row in enumerate(rows, 1):
                 if isinstance(row, dict):
-                    yield f"{shown(path)}, {name}, row {number}", {**split, **row}
+                    yield f"{display_path(path)}, {name}, row {number}", {**split, **row}
     else:
-        # pandas writes columns where it is not told otherwise.
+        # pandas' default layout has an object or a list per column.
         columns = {
             name: list(values.values() if isinstance(values, dict) else values)
             for name, values in content.items()
@@ -277,51 +278,55 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
         }
         if len({len(values) for values in columns.values()}) == 1:
             for number, values in enumerate(zip(*columns.values()), 1):
-                yield f"{shown(path)}, row {number}", dict(zip(columns, values))
+                yield f"{display_path(path)}, row {number}", dict(zip(columns, values))
 
 
-def _delimited(
+def _text_table(
     path: Path, where: str, overrides: ColumnOverrides, faults: Faults
 ) -> UserTable | None:
-    # Comma, tab, semicolon or bar separated text, with or without a header.
+    """Open a text separated by commas, tabs, semicolons or bars, with or without a header."""
     with open(path, **_TEXT) as file:
         line = file.readline(1 << 16)
-    if not sound(line) or "\0" in line:
+    if not is_utf8(line) or "\0" in line:
         raise ConfigError(f"{where}: not UTF-8; save it as UTF-8")
     if not line.strip():
         return None
     delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
 
-    def score(cells: list[str]) -> tuple[int, int, int]:
-        stripped = [cell.strip() for cell in cells]
-        has_columns = find_columns(stripped, overrides) is not None
-        images = sum(plain(cell) in IMAGES or is_image_name(cell) for cell in stripped)
+    cells_by_delimiter = {
+        delimiter: [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        for delimiter in delimiters
+    }
+
+    # The best delimiter gives the columns in the first line, else most image names, else cells.
+    def score(delimiter: str) -> tuple[int, int, int]:
+        cells = cells_by_delimiter[delimiter]
+        has_columns = find_columns(cells, overrides) is not None
+        images = sum(normalise_name(cell) in IMAGES or is_image_name(cell) for cell in cells)
         return has_columns, images, len(cells)
 
-    cut = {mark: next(csv.reader([line], delimiter=mark)) for mark in delimiters}
-    # The delimiter under which the first line has the columns, else image names, else most cells.
-    delimiter = max(delimiters, key=lambda mark: score(cut[mark]))
-    names = [cell.strip() for cell in cut[delimiter]]
-    headless = find_columns(names, overrides) is None and len(names) > 1
-    image_position = next((at for at, cell in enumerate(names) if is_image_name(cell)), None)
-    headless = headless and image_position is not None
-    if headless:
-        names = [
-            "image" if at == image_position else f"column {at + 1}" for at in range(len(names))
-        ]
+    delimiter = max(delimiters, key=score)
+    names = cells_by_delimiter[delimiter]
+    image_column = next((i for i, cell in enumerate(names) if is_image_name(cell)), None)
+    has_header = (
+        image_column is None or len(names) < 2 or find_columns(names, overrides) is not None
+    )
+    if not has_header:
+        names = ["image" if i == image_column else f"column {i + 1}" for i in range(len(names))]
         if len(names) == 2:
-            names[1 - (image_position or 0)] = "caption"
+            names[1 - (image_column or 0)] = "caption"
 
     def is_row(line: str) -> bool:
         cells = next(csv.reader([line], delimiter=delimiter), [])
-        return len(cells) >= len(names) > 1 and any(is_image_name(cell.strip()) for cell in cells)
+        return len(cells) >= len(names) > 1 and any(map(is_image_name, cells))
 
     def rows(columns: Sequence[str]) -> Iterator[Located]:
-        # MySQL writes a backslash before a quote, where others write two quotes.
-        marks = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
-        escape = next((mark for mark in marks if _quotes_end_cells(path, delimiter, mark)), "")
-        bare = delimiter == "\t" and escape == "" and not line.startswith('"')
-        quoting: Literal[0, 3] = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
+        # Quotes in quoted cells are doubled (None), or have a backslash before them as in MySQL.
+        # If neither fits ("") a tab separated file has no quoted cells.
+        escapes = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
+        escape = next((mark for mark in escapes if _has_quoted_cells(path, delimiter, mark)), "")
+        is_unquoted = delimiter == "\t" and escape == "" and not line.startswith('"')
+        quoting: Literal[0, 3] = csv.QUOTE_NONE if is_unquoted else csv.QUOTE_MINIMAL
         options: dict[str, Any] = {"quoting": quoting, "escapechar": escape or None}
         with open(path, **_TEXT) as file:
             lines = _Lines(chain(file, [_END]))
@@ -340,11 +345,11 @@ def _delimited(
                     lines.rewind()
                     faults.append(Refused("quote left open", f"{where}, line {lines.number}"))
                     continue
-                if (not number and not headless) or cells in ([], [_END]):
+                if (not number and has_header) or cells in ([], [_END]):
                     continue
-                cells = [*map(_unquoted, cells)] if bare else cells
+                cells = [*map(_unquote, cells)] if is_unquoted else cells
                 location = f"{where}, line {lines.number}"
-                if not sound("".join(cells)):
+                if not is_utf8("".join(cells)):
                     faults.append(Refused("line that is not UTF-8", location))
                 elif len(cells) < len(names) or any(cells[len(names) :]):
                     faults.append(Refused("row of another layout", location))
@@ -360,7 +365,7 @@ def _delimited(
 
 
 class _Lines:
-    """Lines of a file; those of a row can be read again, but the first."""
+    """Lines of a file; `rewind` goes back to the second line of a row."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines, self._again = iter(lines), list[str]()
@@ -382,11 +387,11 @@ class _Lines:
         self.number -= len(self.row) - 1
 
 
-def _unquoted(cell: str) -> str:
-    # Quotes within a caption belong to it.
+def _unquote(cell: str) -> str:
+    """Return a cell without enclosing quotes; quotes within a caption stay."""
     inner = cell[1:-1].replace('""', "")
-    enclosed = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
-    return cell[1:-1].replace('""', '"') if enclosed else cell
+    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
+    return cell[1:-1].replace('""', '"') if is_quoted else cell
 
 
 def _escapes_quotes(path: Path) -> bool:
@@ -394,24 +399,24 @@ def _escapes_quotes(path: Path) -> bool:
         return any(b'\\"' in line for line in file)
 
 
-def _quotes_end_cells(path: Path, delimiter: str, escape: str | None) -> bool:
-    # If not all quotes of a tab separated file enclose cells, they belong to captions. A cell of
-    # several lines with tabs lies between two such quotes.
+def _has_quoted_cells(path: Path, delimiter: str, escape: str | None) -> bool:
+    """Return whether all quotes of a file can enclose cells; else they belong to captions."""
     with open(path, **_TEXT) as file:
         try:
             rows = csv.reader(file, delimiter=delimiter, escapechar=escape, strict=True)
+            # Tabs and line breaks in a cell: it reaches from the quote of one caption to another's.
             return not any("\n" in cell and "\t" in cell for row in rows for cell in row)
         except csv.Error:
             return False
 
 
 def is_image_name(cell: str) -> bool:
-    """Return whether a value is an image's file name, perhaps with Flickr's `#0` after it."""
+    """Return whether a cell is an image's file name, perhaps with Flickr's `#0` after it."""
     return bool(_IMAGE_NAME.fullmatch(cell.strip().lower()))
 
 
-def _columnar(path: Path, where: str) -> UserTable:
-    # Rows hold images, so only a few are read at a time.
+def _arrow_table(path: Path, where: str) -> UserTable:
+    """Open a Parquet or Arrow file, of which `_BATCH` rows are in memory at a time."""
     try:
         import pyarrow as pa
         from pyarrow import ipc, parquet
@@ -426,11 +431,11 @@ def _columnar(path: Path, where: str) -> UserTable:
         if path.suffix.lower() == ".parquet":
             file = parquet.ParquetFile(path)
             groups = (file.metadata.row_group(n) for n in range(file.metadata.num_row_groups))
-            if sum(group.total_byte_size for group in groups) > most_unpacked(path):
+            if sum(group.total_byte_size for group in groups) > max_unpacked_bytes(path):
                 raise ConfigError(f"{where}: {TOO_MUCH}")
             yield from file.iter_batches(batch_size=_BATCH, columns=list(names))
             return
-        with _arrow(path, pa, ipc) as reader:
+        with _open_arrow(path, pa, ipc) as reader:
             for batch in reader:
                 chosen = batch.select(list(names))
                 for start in range(0, len(chosen), _BATCH):
@@ -440,7 +445,7 @@ def _columnar(path: Path, where: str) -> UserTable:
         number = 0
         try:
             for batch in batches(names):
-                # Arrow reads where damaged offsets point.
+                # Arrow itself does not check offsets, and would read outside its memory.
                 batch.validate(full=True)
                 for row in batch.to_pylist():
                     number += 1
@@ -453,20 +458,20 @@ def _columnar(path: Path, where: str) -> UserTable:
         if path.suffix.lower() == ".parquet":
             schema = parquet.read_schema(path)
         else:
-            with _arrow(path, pa, ipc) as reader:
+            with _open_arrow(path, pa, ipc) as reader:
                 schema = reader.schema
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{where}: not a readable {path.suffix[1:]} file ({reason})") from error
-    # Other writers leave no features of `datasets`.
+    # Only `datasets` writes its features.
     with suppress(KeyError, TypeError, ValueError):
         features = parse_json(schema.metadata[b"huggingface"])["info"]["features"]
-    with_bytes = tuple(field.name for field in schema if _holds_bytes(field.type, pa))
+    with_bytes = tuple(field.name for field in schema if _has_bytes(field.type, pa))
     return UserTable(list(schema.names), rows, with_bytes)
 
 
 def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with class names for class numbers, by the features that `datasets` writes."""
+    """Return a row with class names in place of class numbers, by the features of `datasets`."""
 
     def with_names(value: Any, feature: Any) -> Any:
         if isinstance(value, list):
@@ -480,8 +485,8 @@ def with_class_names(row: dict[str, Any], features: Mapping[str, Any]) -> dict[s
     return {name: with_names(value, features.get(name, {})) for name, value in row.items()}
 
 
-def _arrow(path: Path, pa: Any, ipc: Any) -> Any:
-    # `datasets` writes streams, others files.
+def _open_arrow(path: Path, pa: Any, ipc: Any) -> Any:
+    # `datasets` writes Arrow's stream format, other tools its file format.
     try:
         return ipc.open_stream(pa.memory_map(str(path)))
     except pa.ArrowInvalid:
@@ -491,7 +496,7 @@ def _arrow(path: Path, pa: Any, ipc: Any) -> Any:
         )
 
 
-def _holds_bytes(kind: Any, pa: Any) -> bool:
-    if pa.types.is_struct(kind):
-        return "bytes" in {kind.field(number).name for number in range(kind.num_fields)}
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+def _has_bytes(dtype: Any, pa: Any) -> bool:
+    if pa.types.is_struct(dtype):
+        return "bytes" in {dtype.field(number).name for number in range(dtype.num_fields)}
+    return bool(pa.types.is_binary(dtype) or pa.types.is_large_binary(dtype))

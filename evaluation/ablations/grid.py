@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_tools.executor import Executor, go_on
+from data_tools.executor import Executor, raise_if_stopped
 from evaluation.ablations.config import AblationConfig
 from evaluation.vision.frozen import FrozenConfig, fit, load_tokens
 from vlp.config import ConfigError, load_config, parse_yaml, read_values, save_config
@@ -161,7 +161,7 @@ def do_runs(
     outer_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(outer_level or max(1, (os.cpu_count() or 1) // jobs))
     work = partial(_work, evaluate=evaluate, threads=threads)
-    done = Executor(jobs, fresh=True).map(work, todo, ordered=False)
+    done = Executor(jobs, spawn=True).map(work, todo, ordered=False)
     for number, (name, seconds) in enumerate(done, 1):
         say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 
@@ -177,7 +177,7 @@ def _unfinished(
 def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
     """Train and evaluate one run; return its name and the seconds."""
     # Raises if the pool was interrupted, before the next training starts.
-    go_on()
+    raise_if_stopped()
     started = time.monotonic()
     try:
         # A training writes the model folder last: without it, the training resumes.
@@ -222,7 +222,7 @@ def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:
         )
     try:
         while process.poll() is None:
-            go_on()
+            raise_if_stopped()
             time.sleep(_POLL_SECONDS)
     finally:
         # An interrupted training writes a checkpoint; for an ended process this does nothing.

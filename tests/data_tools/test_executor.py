@@ -18,13 +18,13 @@ from vlp.config import ConfigError
 
 PROGRAM = """
 import os, sys, time
-from data_tools.executor import go_on
+from data_tools.executor import raise_if_stopped
 from data_tools.executor import Executor
 
 def work(number):
     open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
     while number:  # the first job alone has an end
-        go_on()
+        raise_if_stopped()
         time.sleep(0.01)
 
 for _ in Executor(3).map(work, range(9)):
@@ -64,11 +64,11 @@ def test_jobs_are_taken_as_they_are_needed():
     results.close()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("spawn", [False, True])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_failure_of_the_work_is_its_own(processes, fresh):
+def test_a_failure_of_the_work_is_its_own(processes, spawn):
     with pytest.raises(ConfigError, match="five"):
-        list(Executor(processes, fresh).map(fail, range(40)))
+        list(Executor(processes, spawn).map(fail, range(40)))
 
 
 def state(number):
@@ -79,7 +79,7 @@ def state(number):
 def test_fresh_processes_have_nothing_of_this_one(processes, monkeypatch):
     monkeypatch.setattr(operator, "of_the_parent", 1, raising=False)
     assert list(Executor(processes).map(state, [0])) == [(os.getpid(), True)]
-    found = list(Executor(processes, fresh=True).map(state, range(4)))
+    found = list(Executor(processes, spawn=True).map(state, range(4)))
     assert os.getpid() not in dict(found)
     assert not any(copied for _, copied in found)
 

@@ -95,13 +95,11 @@ def test_shuffled(folder, foreign, tmp_path):
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert orders["a"] != orders["c"]
     assert orders["a"] != keys(folder) + keys(foreign)[1:]
-    ordered = reshard.Order(10_000, 100, 7)
-    counts = np.array([5000, 5000])
     shards = reshard.shards_of([folder])[:2]
-    dealt = [ordered.piece(number, shards, counts) for number in range(len(ordered))]
-    assert sorted(np.concatenate([piece.samples for piece in dealt]).tolist()) == [*range(10_000)]
+    new = [*reshard.new_shards(range(100), 100, 7, shards, np.array([5000, 5000]))]
+    assert sorted(np.concatenate([shard.samples for shard in new]).tolist()) == [*range(10_000)]
     # Of each new shard about half comes from either old one: 50 +- 5 of 100, at most 5 sigma.
-    assert all(25 < (piece.source == 0).sum() < 75 for piece in dealt)
+    assert all(25 < (shard.shard_of_sample == 0).sum() < 75 for shard in new)
 
 
 def test_repeated_keys_are_refused_by_name(folder, tmp_path, capsys):

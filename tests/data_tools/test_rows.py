@@ -13,7 +13,7 @@ from data_tools.rows import (
     json_lines,
     line_count,
     members,
-    parsed,
+    parse_rows,
     read_json,
     streamed_list,
 )
@@ -44,7 +44,7 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
     path = lines_of(tmp_path / "rows", [{"x": 1}, {"y": 1}, {"x": "a"}, [3], {"x": 4, "name": 5}])
     path.write_text(path.read_text() + "{broken\n" + '{"x": 6}\n')
     faults = []
-    points = list(parsed(json_lines(path, faults), Point, faults))
+    points = list(parse_rows(json_lines(path, faults), Point, faults))
     assert [(point.x, point.name) for point in points] == [(1, ""), (4, "5"), (6, "")]
     assert [fault.kind for fault in faults] == [
         *["row of another layout"] * 3,
@@ -58,11 +58,11 @@ def test_rows_that_do_not_fit_are_counted(tmp_path):
 def test_a_file_of_another_layout_is_an_error(tmp_path):
     path = lines_of(tmp_path / "rows", [{"y": 1}, {"x": 1}])
     faults = []
-    assert [row.x for row in parsed(json_lines(path, faults), Point, faults)] == [1]
+    assert [row.x for row in parse_rows(json_lines(path, faults), Point, faults)] == [1]
     assert [fault.id for fault in faults] == [f"{path}, line 1: x: Field required"]
     lines_of(path, [{"y": 1}] * 100 + [{"x": 1}])
     with pytest.raises(ConfigError, match=r"rows, line 1: x: Field required; is it the right file"):
-        list(parsed(json_lines(path, []), Point, []))
+        list(parse_rows(json_lines(path, []), Point, []))
     path.write_text('[{"x": 1},\n{"x": 2}]')
     with pytest.raises(ConfigError, match="line 1: no JSON object on a line of its own"):
         list(json_lines(path, []))
@@ -123,7 +123,7 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(read, tmp_path):
     path.write_text("\n".join(rows) if read is json_lines else f"[{', '.join(rows)}]")
     content = read(path, faults)
     located = members(content, path) if read is read_json else content
-    points = list(parsed(located, Point, faults))
+    points = list(parse_rows(located, Point, faults))
     assert [point.name for point in points] == ["a\ufffd", "\\ud83d \U0001f600"]
     place = f"{path}, {'line' if read is json_lines else 'row'} 1"
     assert faults == [("half a character, replaced (kept)", place)]

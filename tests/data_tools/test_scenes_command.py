@@ -65,7 +65,7 @@ def test_kinds_of_swaps_can_be_chosen(tmp_path):
     assert set(near.replace(",", "").split()) & {"close", "together", "apart", "distant"}
     with pytest.raises(ConfigError, match="says"):
         _run(tmp_path, "--train", "0", "--val", "0", "--swaps", "4")  # other kinds
-    with pytest.raises(ConfigError, match="--objects 2 at least"):
+    with pytest.raises(ConfigError, match="--objects 2 or more"):
         _run(tmp_path / "one", "--objects", "1", "--kinds", "distance")
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_shards import cut, encoded, jpeg, photo, run, write, write_tar
 
-from data_tools.stats import describe, rounded
+from data_tools.stats import Tally, describe, round_to_2_digits
 from vlp.data.schema import Annotation
 from vlp.data.shards.shard_reader import ShardWriter
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
@@ -55,7 +55,7 @@ def test_counts(folder, tmp_path, capsys):
     assert quantities["captions per sample"]["histogram"] == [[0, 1], [1, 2], [2, 1]]
     assert quantities["width"]["histogram"] == [[60, 1], [96, 1], [100, 3]]
     assert quantities["shorter side"]["max"] == 72
-    assert quantities["aspect ratio"]["min"] == rounded(60 / 90)
+    assert quantities["aspect ratio"]["min"] == round_to_2_digits(60 / 90)
     assert "tokens per caption" not in quantities
     printed = capsys.readouterr().out
     for line in ("4 samples in 2 shards", "without caption: 1 (25.0%)", "different words: 9"):
@@ -92,12 +92,8 @@ def test_damage_and_repetitions_are_counted(tmp_path):
     write(second, {"a": jpeg(4), "z": jpeg(5)})
     cut(second / "shard-000000.tar")
     found = stats(first, second, "--out", tmp_path / "new" / "stats.json")
-    assert found["bad samples"] == {
-        "unreadable image": 1,
-        "missing image": 1,
-        "bad annotation": 1,
-        "corrupt shard": 1,
-    }
+    kinds = ("unreadable image", "missing image", "bad annotation", "corrupt shard")
+    assert found["bad samples"] == dict.fromkeys(kinds, 1)
     assert found["repeated"]["keys"] == 1  # within a folder
     assert found["sources"] == {"(none)": 4, "second": 1}  # the JSON of z is cut off
 
@@ -110,3 +106,8 @@ def test_histograms_are_described():
     assert (found["min"], found["max"], found["count"]) == (values.min(), values.max(), 1001)
     for share, value in found["percentiles"].items():
         assert value == np.percentile(values, float(share), method="inverted_cdf")
+    tally, other = Tally(), Tally()
+    for count in (1, 1000):  # then the sum of rare sources is not among the frequent ones
+        other.sources = Counter({f"{count}-{number}": count for number in range(1001)})
+        tally.add(other)
+    assert tally.sources.total() == 1001 * 1001

@@ -20,7 +20,7 @@ from training_toy import PlainEngine, ToyTask, toy_config
 import vlp
 from data_tools.__main__ import main as data_tools
 from data_tools.builder.write_shard import Journal
-from data_tools.originals import Originals, unpacked
+from data_tools.originals import Originals, unpack_archives
 from data_tools.verify import against_index, against_manifest, read_manifest
 from evaluation.report.sources import read_sources
 from evaluation.results import read_lines
@@ -415,7 +415,7 @@ def make_originals(folder):
 
 
 def read_originals(folder, before, target):
-    with unpacked([folder / "own", folder / target], folder / "room") as places:
+    with unpack_archives([folder / "own", folder / target], folder / "room") as places:
         originals = Originals(places)
         # A mutant that has another good.png makes the name ambiguous, which is said.
         assert originals.read("good.png") == IMAGES["png"] or originals.problems

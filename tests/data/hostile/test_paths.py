@@ -8,7 +8,7 @@ from broken_shards import END, change_index, index_columns, member, plain_tar
 from guard import guarded
 
 from data_tools.builder.write_shard import Journal
-from data_tools.originals import Originals, unpacked
+from data_tools.originals import Originals, unpack_archives
 from vlp.config import ConfigError
 from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache
 from vlp.data.shards.sample_files import BadSample
@@ -149,7 +149,7 @@ def test_archives_write_nothing_by_the_names_in_them(tmp_path):
     room = tmp_path / "room"
     room.mkdir()
     for archive_name in ("a.tar.gz", "b.zip"):
-        with guarded(room) as seen, unpacked([tmp_path / archive_name], room) as places:
+        with guarded(room) as seen, unpack_archives([tmp_path / archive_name], room) as places:
             found = Originals(places)
             assert [found.read(name) for name in names] == [PNG] * 3
             assert found.read("linked.png") is None

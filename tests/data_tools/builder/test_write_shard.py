@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from raw_images import raw_image
 
-from data_tools.builder.samples import EMPTY, LINK, LONG, clean_caption, why_dropped
-from data_tools.builder.write_shard import Prepared, fit_boxes, prepare_image
+from data_tools.builder.samples import EMPTY, LINK, LONG, clean_caption, drop_reason
+from data_tools.builder.write_shard import StoredImage, fit_boxes, prepare_image
 from vlp.data.boxes import CUT, OTHER_SHAPE, OUTSIDE, SHARES
 from vlp.data.image.decode import decode_image
 from vlp.data.limits import Limits
@@ -57,7 +57,7 @@ def test_the_rule(raw, clean):
     ],
 )
 def test_what_is_dropped(raw, reason):
-    assert why_dropped(clean_caption(raw), max_words=3) == reason
+    assert drop_reason(clean_caption(raw), max_words=3) == reason
 
 
 @given(st.text())
@@ -88,7 +88,7 @@ def turned(orientation, size=(24, 16)):
 )
 def test_what_a_shard_can_hold_stays_as_it_is(kind, extension):
     data = raw_image(1, kind=kind)
-    assert prepared(data) == Prepared(data, extension, (24, 16), (24, 16))
+    assert prepared(data) == StoredImage(data, extension, (24, 16), (24, 16))
 
 
 @pytest.mark.parametrize("kind", ["gif", "bmp"])
@@ -242,7 +242,7 @@ def test_boxes_of_an_image_of_another_shape_are_left_out(size):
     st.sampled_from([None, (24, 16), (16, 24), (48, 32), (7, 90)]),
 )
 def test_every_box_that_is_kept_lies_in_the_image(corner, sides, orientation, size):
-    image = Prepared(b"", "jpg", (12, 20), (24, 16), orientation)
+    image = StoredImage(b"", "jpg", (12, 20), (24, 16), orientation)
     fitted, lost = fit_boxes(Annotation(boxes=[[*corner, *sides]]), image, size)
     lost.pop(CUT, None)
     assert len(fitted.boxes or []) + len(lost) == 1

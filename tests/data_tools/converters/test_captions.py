@@ -75,7 +75,7 @@ def test_what_cannot_be_used(photos, token, tmp_path, capsys):
         (tmp_path / name).write_text("10002456\n")
     lists = ["--lists", str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     assert main([*arguments, "--annotations", str(token), *lists]) == 2
-    assert "b.txt: 10002456.jpg is in a too" in capsys.readouterr().err
+    assert "b.txt: 10002456.jpg is in the list a, too" in capsys.readouterr().err
     path = json_of(tmp_path / "dataset.json", {"dataset": "flickr30k", "images": []})
     assert main([*arguments, "--annotations", str(path), *lists]) == 2
     assert "the JSON has its own splits" in capsys.readouterr().err

@@ -8,10 +8,10 @@ from test_contract import answered, asked
 
 from data_tools.__main__ import main
 
-HEADER = {"data_subtype": "val2014"}
+HEADER = {"data_subtype": "test-dev2015"}  # a subset of test2015
 
 
-def coco_name(image, subset="val2014"):
+def coco_name(image, subset="test2015"):
     return f"COCO_{subset}_{image:012d}.jpg"
 
 
@@ -32,7 +32,7 @@ def test_real_files_without_a_header(shared, tmp_path, capsys):
     arguments += ["--annotations", str(data / "annotations_300.json"), "--processes", "1"]
     arguments += ["--images", str(tar_of(tmp_path / "p.tar", files)), "--out", str(tmp_path / "o")]
     assert main(arguments) == 2
-    assert "no data_subtype in a header; say --subset train2014" in capsys.readouterr().err
+    assert "has no header with data_subtype; give --subset train2014" in capsys.readouterr().err
     assert main([*arguments, "--subset", "train2014"]) == 0
     found = {
         question["id"]: (
@@ -94,7 +94,7 @@ def test_visual_genome_beside_vqa(images, tmp_path, capsys):
         key: (sample.annotation.source, sample.annotation.image_id)
         for key, sample in samples.items()
     } == {
-        "COCO_val2014_000000000001": ("coco", "1"),
+        "COCO_test2015_000000000001": ("coco", "1"),
         "vg-7": ("visual_genome", "7"),
         "vg-8": ("coco", "2"),
     }

@@ -118,7 +118,7 @@ def test_a_rule_that_cannot_be(tsv, tmp_path, capsys):
     arguments = ["cc3m", "--annotations", str(tsv), "--images", str(tmp_path)]
     for rule in ("{rows}", "{row", "{}", "{row.x}"):
         assert main([*arguments, "--names", rule, "--out", str(tmp_path / "out")]) == 2
-        assert "only row, md5, sha256, crc32, file may stand" in capsys.readouterr().err
+        assert "use only row, md5, sha256, crc32, file in braces" in capsys.readouterr().err
 
 
 def test_urls_to_download(tsv, tmp_path):

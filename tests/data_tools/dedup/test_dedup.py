@@ -183,7 +183,7 @@ def test_all_near_pairs_are_found_once(seed, count, distance, most):
     others = hashes(seed + 1, count // 3)
     others[: count // 6] = made[: count // 6]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_hash, "_COMPARED_AT_ONCE", most)
+        patch.setattr(image_hash, "_CHUNK", most)
         for asked, expected in (
             (None, {(i, j) for i, j in near_by_hand(made, made, distance) if i < j}),
             (others, near_by_hand(others, made, distance)),

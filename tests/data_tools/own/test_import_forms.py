@@ -331,7 +331,7 @@ def test_a_split_that_is_none_is_refused_before_it_is_streamed(tmp_path, capsys,
     def streamed(*arguments):
         raise AssertionError
 
-    monkeypatch.setattr(forms, "value_image", streamed)
+    monkeypatch.setattr(forms, "add_image", streamed)
     place, files = tmp_path / "set", []
     for number, name in enumerate(("train", "test", "extra")):
         as_parquet(place / f"{name}.parquet", structs()[4 * number : 4 * number + 4])

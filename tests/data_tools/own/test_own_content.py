@@ -12,7 +12,7 @@ from test_import_forms import stored
 
 from data_tools.__main__ import main
 from data_tools.own.content import SPLITS, assign_splits
-from data_tools.own.import_data import NAME
+from data_tools.own.import_data import IMPORT_NAME
 from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
 
@@ -306,13 +306,13 @@ def test_an_image_like_an_earlier_one_goes_to_its_side(tmp_path):
 def test_a_growth_that_is_refused_is_not_remembered(tmp_path, capsys):
     place, out = write(tmp_path / "mine", pictures(range(20))), tmp_path / "out"
     assert imported(place) == 0
-    before = (out / NAME).read_bytes()
+    before = (out / IMPORT_NAME).read_bytes()
     for path in place.glob("003.*"):
         path.unlink()
     write(place, pictures(range(100, 110)))
     assert imported(place) == 2
     assert "holds 003, one of 1 samples" in capsys.readouterr().err
-    assert (out / NAME).read_bytes() == before
+    assert (out / IMPORT_NAME).read_bytes() == before
     assert imported(place, "--replace") == 0
     assert len(sides(out)) == 29
-    assert len((out / NAME).read_text().splitlines()) == 29
+    assert len((out / IMPORT_NAME).read_text().splitlines()) == 29
