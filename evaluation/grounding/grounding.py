@@ -22,6 +22,7 @@ from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
+from vlp.data.boxes import overlaps
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, apply_view
 from vlp.data.schema import Annotation
@@ -156,9 +157,7 @@ def _expression_text(item: Item, size: tuple[int, int]) -> str:
     if item.part >= len(expressions):
         raise BadSample("no text", f"{item.where}: no expression")
     expression = expressions[item.part]
-    x, y, width, height = expression.box
-    outside = x >= size[0] or y >= size[1] or x + width <= 0 or y + height <= 0
-    if width <= 0 or height <= 0 or outside:
+    if not overlaps(expression.box, size):
         raise BadSample(
             "bad annotation",
             f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "

@@ -30,7 +30,6 @@ from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import (
     BlockReader,
-    CaptionedSample,
     EvaluationError,
     Samples,
     count_kinds,
@@ -38,6 +37,7 @@ from evaluation.samples import (
     format_kinds,
 )
 from evaluation.work_sharding import ProcessGroup, evaluating, inference
+from vlp.data.boxes import overlaps
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.word_boxes import patches_in_box, word_positions, words_with_boxes
@@ -405,11 +405,20 @@ def _read_block(
     scenes: list[_Scene | SkippedSample] = []
     for index in range(len(samples))[block * batch : (block + 1) * batch]:
         sample = drop_blank_captions(samples.read(index))
-        if isinstance(sample, CaptionedSample):
-            pixels, size = preprocess(sample.image), sample.image.size
-            scenes.append(_Scene(index, pixels, size, sample.captions, sample.annotation))
-        else:
+        if isinstance(sample, SkippedSample):
             scenes.append(sample)
+            continue
+        annotation, size = sample.annotation, sample.image.size
+        word_boxes = [box for word in words_with_boxes(annotation) for box in word.boxes]
+        outside = [
+            box for box in (*(annotation.boxes or ()), *word_boxes) if not overlaps(box, size)
+        ]
+        if outside:
+            where = f"{'/'.join(sample.identity)}: box {outside[0]} does not lie in the image"
+            scenes.append(SkippedSample("bad annotation", where))
+        else:
+            pixels = preprocess(sample.image)
+            scenes.append(_Scene(index, pixels, size, sample.captions, annotation))
     return scenes
 
 

@@ -27,16 +27,22 @@ _UPRIGHT = {
 }
 
 
+def overlaps(box: Sequence[float], size: Size) -> bool:
+    """Return whether some area of a box lies in its image."""
+    x, y, width, height = box
+    return min(x + width, size[0]) > max(x, 0.0) and min(y + height, size[1]) > max(y, 0.0)
+
+
 def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
     """Clip a box to an image; return the kind of fault or None, and the clipped box.
 
     The box is None if none of it lies in the image, or if it seems relative to the image's sides.
     """
+    if not overlaps(box, size):
+        return OUTSIDE, None
     x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
-    if right <= left or bottom <= top:
-        return OUTSIDE, None
     if max(map(abs, box)) <= 1 and min(size) >= _MIN_SIDE:
         return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)

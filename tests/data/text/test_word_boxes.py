@@ -38,6 +38,7 @@ def test_named_patches_are_the_boxes_of_the_named_objects():
         {"caption": 0, "index": 2, "word": "blue", "kind": "colour", "box": right},
         {"caption": 1, "index": 0, "word": "blue", "kind": "colour", "box": right},
         {"caption": 0, "index": 9, "word": "cut", "kind": "shape", "box": right},
+        {"caption": 0, "index": 1, "word": "and", "kind": "shape", "box": [8.0, 0.0, 4.0, 4.0]},
     ]
     scene = Annotation(captions=["red and blue", "blue"], words=words)
     pieces = ["[CLS]", "r", "##ed", "and", "blue", "[SEP]"]

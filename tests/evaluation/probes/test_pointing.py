@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from made_shards import encoded
 from PIL import Image
 from retrieval_stub import png
 from timm.models.vision_transformer import VisionTransformer
@@ -182,11 +183,12 @@ def test_a_word_of_several_boxes_hits_any_of_them():
     assert word.some_object == 1  # both objects are meant
 
 
-def write_captions(folder, captions, number):
+def write_captions(folder, captions, number, size=SIZE):
     sample = two_objects()
     words = [word.model_copy(update={"caption": number}) for word in sample.annotation.words]
     with ShardWriter(folder) as writer:
-        writer.write("0", png((1, 2, 3)), "png", Annotation(captions=captions, words=words))
+        image = encoded(Image.new("RGB", size), "png")
+        writer.write("0", image, "png", Annotation(captions=captions, words=words))
     return folder
 
 
@@ -201,9 +203,11 @@ def test_blank_captions_are_not_counted(model_folder, tmp_path):
     assert sample.annotation.captions == sample.captions
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_words_of_blank_or_missing_captions_are_bad(model_folder, tmp_path, number):
-    folder = write_captions(tmp_path / "bad", [" ", "a red square"], number)
+@pytest.mark.parametrize(("number", "size"), [(0, SIZE), (2, SIZE), (1, (16, 16))])
+def test_words_without_a_caption_or_a_box_in_the_image_are_bad(
+    model_folder, tmp_path, number, size
+):
+    folder = write_captions(tmp_path / "bad", [" ", "a red square"], number, size)
     with pytest.raises(EvaluationError, match="1 bad annotation"):
         evaluate_pointing(vlp.load(model_folder), [folder])
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vlp.data.boxes import overlaps
 from vlp.data.schema import Annotation, caption_numbers
 
 
@@ -98,20 +99,22 @@ def word_patches(
     """Return (tokens, patches) int8 of a caption: OWN, OTHER, or 0; tokens without a box have 0.
 
     `pieces` include [CLS] and [SEP]; `tokens` is the padded length; `size` is (width, height).
+    A box outside the image counts as none.
     """
     patches = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
     words = words_with_boxes(annotation)
     # Many words name few objects: the patches of a box are computed once.
-    boxes = {box for word in words for box in word.boxes}
+    boxes = {box for word in words for box in word.boxes if overlaps(box, size)}
     inside = {box: patches_in_box(box, grid, size) for box in boxes}
     positions = word_positions(pieces)
     for word in words:
-        if word.caption != caption or word.position >= len(positions):
+        own_patches = [inside[box] for box in word.boxes if box in inside]
+        if word.caption != caption or word.position >= len(positions) or not own_patches:
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
         for mask in inside.values():
             row[mask] = OTHER
-        for box in word.boxes:
-            row[inside[box]] = OWN
+        for mask in own_patches:
+            row[mask] = OWN
         patches[list(positions[word.position])] = row
     return patches
