@@ -39,8 +39,8 @@ class Task(nn.Module):
     """Base of tasks: a module that computes the losses of a batch.
 
     A subclass adds `forward(batch, step) -> StepOutput` under `autocast`; `step` counts optimiser
-    steps from 0. Parameters stay float32. Extra state, by default none, lies outside of the module
-    and is equal on all ranks: a momentum teacher, a key queue.
+    steps from 0. Parameters stay float32. Extra state lies outside of the module and is equal on
+    all ranks: a momentum teacher, a key queue. By default a task has no extra state.
 
     Args:
         precision: of the forward pass, see `autocast`.
@@ -93,7 +93,7 @@ class Task(nn.Module):
         """
 
     def after_skip(self) -> None:
-        """Drop what the forward pass collected for a step that was not applied."""
+        """Drop values that the forward pass collected for a step that was not applied."""
 
     def teachers(self) -> list[nn.Module]:
         """Return the modules of momentum teachers."""
@@ -114,7 +114,7 @@ class Task(nn.Module):
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the entries whose names start with a prefix, under their names without it."""
+    """Return the entries with a prefix in their name, under the name without it."""
     return {
         name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
     }

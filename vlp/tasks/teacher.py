@@ -81,23 +81,23 @@ class Teacher(Generic[Student]):
     @torch.no_grad()
     def update(
         self,
-        named_parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
         momentum: float,
-        named_buffers: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
         applied: Tensor | None = None,
     ) -> None:
         """Move every weight by 1 - momentum towards the student's.
 
         Args:
-            named_parameters: full-size tensors by their names in the student; further names are
+            parameters: full-size tensors by their names in the student; further names are
                 ignored, and a missing name is a KeyError.
-            named_buffers: likewise, but copied, and names may be missing.
+            buffers: likewise, but copied, and names may be missing.
             applied: 0-d bool on the weights' device; False leaves the weights unchanged.
         """
         teacher = {**dict(self.module.named_parameters()), **self._masters}
-        _require_same_shapes(teacher, named_parameters)
+        _require_same_shapes(teacher, parameters)
         weights = list(teacher.values())
-        student = [named_parameters[name].detach().to(weight) for name, weight in teacher.items()]
+        student = [parameters[name].detach().to(weight) for name, weight in teacher.items()]
         if applied is None:
             torch._foreach_lerp_(weights, student, 1 - momentum)
         else:  # `_foreach_lerp_` takes no tensor as its one weight
@@ -106,10 +106,10 @@ class Teacher(Generic[Student]):
             torch._foreach_add_(weights, deltas)
         if self._masters:
             torch._foreach_copy_(list(self._rounded.values()), list(self._masters.values()))
-        if named_buffers is not None:
+        if buffers is not None:
             for name, buffer in self.module.named_buffers():
-                if name in named_buffers:
-                    buffer.copy_(named_buffers[name])
+                if name in buffers:
+                    buffer.copy_(buffers[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, for the checkpoint."""

@@ -28,8 +28,8 @@ from vlp.tasks.vision_only import VisionTask
 class ClassificationConfig(Config):
     """Model, images and loss.
 
-    Mixing pairs the images of a rank, so results depend on the number of ranks. With public
-    weights, `mean` and `std` of `data` are by default those of the weights.
+    Mixing pairs the images of a rank, so results depend on the number of ranks. Public weights
+    bring the defaults of `data.mean` and `data.std`.
     """
 
     kind: Literal["classification"] = Field("classification", description="selects this class")

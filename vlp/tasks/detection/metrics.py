@@ -115,7 +115,7 @@ def _coco_results(detections: Sequence[ImageDetections]) -> list[dict[str, Any]]
 
 
 def _defined_figures(truth: Sequence[ImageTruth]) -> list[str]:
-    """Return the names of the figures whose size has objects."""
+    """Return the names of all figures except of sizes without objects."""
     areas = np.concatenate([image.areas[~image.crowds] for image in truth])
     sizes = {
         "small": areas <= 32**2,

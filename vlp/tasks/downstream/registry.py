@@ -78,7 +78,7 @@ def register_task(task: DownstreamTask) -> None:
 
 
 def task_kinds() -> tuple[str, ...]:
-    """Return the kinds of built-in tasks and of those of installed packages and plugins."""
+    """Return the kinds of all tasks: built-in, of installed packages and of plugins."""
     load_plugins()
     return tuple(dict.fromkeys((*_BUILT_IN, *_entry_points(), *_registered)))
 

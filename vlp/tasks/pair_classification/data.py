@@ -151,7 +151,7 @@ class AssignmentDataset(PairDataset):
         return PairExample(self.prepare(images, text, number, rng_for), self.text([text]), label)
 
     def _other(self, items: list[Item], rng: np.random.Generator) -> Item:
-        """Draw a sample whose image is, by its annotation, none of the items' images."""
+        """Draw a sample with another image than all `items`, as far as annotations tell."""
         images = [_image_identity(item) for item in items]
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))

@@ -178,7 +178,7 @@ class CollapseWatch:
 
 
 def step_statistics(step: Step, anchors: AnchorPaths | None) -> dict[str, Tensor]:
-    """Compute all statistics of a step; `anchors` are those of its matching pairs."""
+    """Compute all statistics of a step with the `anchors` of its matching pairs."""
     with record_function("pass/statistics"):
         of_anchors = {} if anchors is None else _of_anchors(step, anchors)
         return of_anchors | _of_features(step) | _word_cosines(step)

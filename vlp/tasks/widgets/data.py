@@ -328,7 +328,7 @@ def encode_screen(
 
     Args:
         targets: numbers of widgets with a caption each; numbers may recur.
-        max_widgets: largest number of widgets: those of `targets`, then the first in pre-order.
+        max_widgets: largest number of widgets; widgets of `targets` come first, then pre-order.
     """
     captioned = {number for number, _ in targets}
     if not screen.widgets or len(captioned) > max_widgets:
