@@ -133,10 +133,10 @@ def downstream(kind: str, model: ModelConfig):
         owners, shares = torch.arange(ROWS), torch.ones(ROWS)
         task = Vqa(config, parts, ["red", "green"], "bf16")
         pixels = torch.rand(ROWS, 3, size, size)
-        batch = VqaBatch(pixels, *texts, answers, owners, shares, valid, places=places)
+        batch = VqaBatch(pixels, *texts, answers, owners, shares, valid, positions=places)
     elif kind == "caption":
         task = CaptionTask(config, parts, "bf16")
-        batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, places=places)
+        batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, positions=places)
     else:
         task = PairClassification(config, parts, "bf16")
         pixels = torch.rand(ROWS, config.shown, 3, size, size)

@@ -55,7 +55,7 @@ class CaptionBatch(NamedTuple):
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
     # (R,) int64, `predicted_positions` of `caption_ids`
-    places: Tensor | None = None
+    positions: Tensor | None = None
 
     def to(self, device: torch.device | str) -> CaptionBatch:
         """Move every tensor to `device`."""
@@ -103,8 +103,8 @@ class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
         longest = int(tokens.attention_mask.sum(1).max())
         pixels = torch.stack([example.pixels for example in examples])
         ids = tokens.text_ids[:, :longest]
-        places = predicted_positions(ids, self.text.pad_id)
-        return CaptionBatch(pixels, ids, valid, skipped, places)
+        positions = predicted_positions(ids, self.text.pad_id)
+        return CaptionBatch(pixels, ids, valid, skipped, positions)
 
 
 def captions_in(annotation: Annotation) -> int:

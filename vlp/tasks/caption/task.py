@@ -79,7 +79,7 @@ class CaptionTask(WritingTask):
                 self.model.text_encoder.embedding,
                 self.text.pad_id,
                 self.config.label_smoothing if self.training else 0.0,
-                positions=batch.places,
+                positions=batch.positions,
             )
         nats = -output.log_probability.where(batch.valid, 0)
         counts = output.correct, output.tokens

@@ -473,7 +473,8 @@ class MaskedImageModelling(Objective):
             features = model.cross(model.encode_image(batch.pixels, mask), step.text)
             assert features.image is not None
             states = features.image
-        loss = mim_loss(self.head(states[:, 1:]), batch.pixels, batch.mim_mask, batch.valid)
+        patches = self.head(states[:, 1:])  # without [CLS]
+        loss = mim_loss(patches, batch.pixels, batch.mim_mask, batch.valid)
         return {"mim": Term(loss, 1.0)}
 
 

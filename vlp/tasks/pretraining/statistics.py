@@ -152,7 +152,7 @@ class CollapseWatch:
         self._bad_checks: dict[str, int] = {}
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
-        """Warn of each statistic that now is bad for the `patience`-th time; return their names."""
+        """Warn of statistics with `patience` bad checks in a row, once; return their names."""
         # Features of untrained encoders look collapsed, too.
         if step < self.grace_steps:
             return []

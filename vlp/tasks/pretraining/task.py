@@ -67,9 +67,9 @@ class Pretraining(Task):
         if model is None:
             add_lora(self.model)
         self.objectives: dict[str, Objective] = {}
-        for name, kind in OBJECTIVES.items():
-            if (settings := kind.settings_of(name, objectives)) is not None:
-                self.objectives[name] = kind(settings, objectives, config)
+        for name, objective_class in OBJECTIVES.items():
+            if (settings := objective_class.settings_of(name, objectives)) is not None:
+                self.objectives[name] = objective_class(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
         trained = [objective.trains for objective in self.objectives.values()]

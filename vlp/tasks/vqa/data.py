@@ -125,7 +125,7 @@ class VqaBatch(NamedTuple):
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
     # (R,) int64, `predicted_positions` of `answer_ids`
-    places: Tensor | None = None
+    positions: Tensor | None = None
 
     def to(self, device: torch.device | str) -> VqaBatch:
         """Move every tensor to `device`."""
@@ -202,7 +202,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             owners=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
             shares=torch.tensor([share for _, _, share in answers]),
             valid=valid,
-            places=predicted_positions(answer_ids, self.answer_text.pad_id),
+            positions=predicted_positions(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
         )
 

@@ -117,16 +117,16 @@ class Vqa(Distilled, WritingTask):
     def token_logits(self, batch: VqaBatch) -> Tensor:
         """Compute (R, vocabulary) logits of all answers' R word pieces, end tokens included."""
         memory = self.remember(batch).select(batch.owners)
-        words = self.model.text_encoder.embedding
-        pad_id, places = self.text.pad_id, batch.places
-        return answer_logits(self.decoder, memory, batch.answer_ids, words, pad_id, places)
+        embedding = self.model.text_encoder.embedding
+        pad_id, positions = self.text.pad_id, batch.positions
+        return answer_logits(self.decoder, memory, batch.answer_ids, embedding, pad_id, positions)
 
     def forward(self, batch: VqaBatch, step: int) -> StepOutput:
         """Compute the loss in nats per question, and the token accuracy."""
         device = batch.pixels.device
         with self.autocast(device):
             memory = self.remember(batch).select(batch.owners)
-            words = self.model.text_encoder.embedding
+            embedding = self.model.text_encoder.embedding
             target = self.soft_target(step, device, lambda task: task.token_logits(batch))
             soft, alpha = target or (None, 0.0)
             # With a teacher the log-probability is minus the cross-entropy to the mixed target.
@@ -134,11 +134,11 @@ class Vqa(Distilled, WritingTask):
                 self.decoder,
                 memory,
                 batch.answer_ids,
-                words,
+                embedding,
                 self.text.pad_id,
                 soft=soft,
                 alpha=alpha,
-                positions=batch.places,
+                positions=batch.positions,
             )
         mask = batch.valid[batch.owners]
         nats = -(output.log_probability * batch.shares).where(mask, 0)
@@ -163,9 +163,9 @@ class Vqa(Distilled, WritingTask):
 
     def ranking(self) -> AnswerRanking:
         """Return a ranking of `answers`, on the model's device."""
-        words = self.model.text_encoder.embedding
-        ids = torch.tensor(list(self._by_ids), device=words.word.weight.device)
-        return AnswerRanking(self.decoder, ids, words, self.text.pad_id, self.config.candidates)
+        embedding = self.model.text_encoder.embedding
+        ids = torch.tensor(list(self._by_ids), device=embedding.word.weight.device)
+        return AnswerRanking(self.decoder, ids, embedding, self.text.pad_id, self.config.candidates)
 
     def _as_listed(self, text: str) -> str:
         """Return the spelling in the list ("10:30", not "10 : 30"), else the text itself."""
