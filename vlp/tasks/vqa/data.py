@@ -195,9 +195,10 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         tokens = self.answer_text([answer for answer, _, _ in answers])
         longest = int(tokens.attention_mask.sum(1).max()) if answers else 0
         answer_ids = tokens.text_ids[:, :longest]
+        questions = TextTokens(*map(torch.cat, zip(*(example.tokens for example in examples))))
         return VqaBatch(
             torch.stack([example.pixels for example in examples]),
-            *(torch.cat(rows) for rows in zip(*(example.tokens for example in examples))),
+            *questions,
             answer_ids=answer_ids,
             owners=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
             shares=torch.tensor([share for _, _, share in answers]),
