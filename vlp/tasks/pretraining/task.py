@@ -72,8 +72,8 @@ class Pretraining(Task):
                 self.objectives[name] = objective_class(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
-        trained = [objective.trains for objective in self.objectives.values()]
-        self.model.freeze_untrained(Objective.trains.difference(*trained))
+        parts = [objective.trains for objective in self.objectives.values()]
+        self.model.freeze_untrained(Objective.trains.difference(*parts))
         if model is None and config.text.weights:
             self.weight_reports += start_mlm_head(self._saved_heads(), config.text.weights)
         if init_from is not None:
@@ -93,19 +93,19 @@ class Pretraining(Task):
         if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
-            state = self._encode(batch, step)
-            terms, anchors = self._run_objectives(state, on_clean_pairs=True)
-            anchors = self._matching_anchors(state, anchors)
-            if state.is_logged:
-                state.statistics |= step_statistics(state, anchors)
+            step_inputs = self._encode(batch, step)
+            terms, anchors = self._run_objectives(step_inputs, on_clean_pairs=True)
+            anchors = self._matching_anchors(step_inputs, anchors)
+            if step_inputs.is_logged:
+                step_inputs.statistics |= step_statistics(step_inputs, anchors)
             if anchors is not None:
-                self._move_threshold(state.batch, anchors)
+                self._move_threshold(step_inputs.batch, anchors)
             del anchors  # frees memory: the other objectives do not read them
-            terms |= self._run_objectives(state, on_clean_pairs=False)[0]
+            terms |= self._run_objectives(step_inputs, on_clean_pairs=False)[0]
             return self.step_output(
                 {name: term.loss for name, term in terms.items()},
                 {name: term.weight for name, term in terms.items()},
-                state.statistics,
+                step_inputs.statistics,
             )
 
     def _encode(self, batch: Batch, step: int) -> Step:

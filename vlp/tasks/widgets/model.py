@@ -78,9 +78,8 @@ class ScreenEncoder(nn.Module):
         width = config.width
         self.kinds = nn.Embedding(len(KINDS), width)
         self.clickable = nn.Embedding(2, width)
-        self.trees = nn.ModuleList(nn.Embedding(config.trees, width) for _ in range(3))
-        if not config.trees:
-            self.trees = nn.ModuleList()
+        tree_tables = 3 if config.trees else 0
+        self.trees = nn.ModuleList(nn.Embedding(config.trees, width) for _ in range(tree_tables))
         for table in (self.kinds, self.clickable, *self.trees):
             nn.init.normal_(table.weight, std=0.1)
         # Every layer has its own tables; encodings of tokens act once, before the first layer.
@@ -89,8 +88,8 @@ class ScreenEncoder(nn.Module):
             for _ in range(config.layers)
         ]
         self.positions = nn.ModuleList(e for e in encodings[0] if "tokens" in e.hooks)
-        concatenates = config.combine == "concat" and len(self.positions) > 0
-        parts = 4 + (config.trees > 0) + concatenates
+        has_position_part = config.combine == "concat" and len(self.positions) > 0
+        parts = 4 + (config.trees > 0) + has_position_part
         self.content = nn.Linear(parts * width, width)
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(
@@ -116,11 +115,10 @@ class ScreenEncoder(nn.Module):
             indices = batch.trees.masked_fill(batch.trees >= self.config.trees, 0).unbind(-1)
             embeddings = [table(index) for table, index in zip(self.trees, indices)]
             parts.append(torch.stack(embeddings).sum(0))
-        concatenates = self.config.combine == "concat"
-        if concatenates and len(self.positions):
+        if self.config.combine == "concat" and len(self.positions):
             parts.append(self._add_positions(torch.zeros_like(parts[0]), context))
         states = self.content(torch.cat(parts, -1)).relu()
-        if not concatenates:
+        if self.config.combine == "add":
             states = self._add_positions(states, context)
         states = self.dropout(states)
         for layer in self.layers:
