@@ -23,7 +23,7 @@ class CaptionToolError(RuntimeError):
 
 
 class CaptionScores(NamedTuple):
-    """Scores by metric: bleu1 to bleu4, rouge_l, cider and, if asked for, meteor."""
+    """Scores by metric: bleu1 to bleu4, rouge_l, cider and, by option, meteor."""
 
     corpus: dict[str, float]
     # (captions,) each, without BLEU, which is defined for a corpus.

@@ -330,7 +330,7 @@ def _normalise_name(name: str) -> str:
 
 
 def _id_order(row: _Image | _Category) -> tuple[bool, Any]:
-    """Sort numbers before strings, which do not compare."""
+    """Return a sort key: numbers come before strings, which do not compare with them."""
     return isinstance(row.id, str), row.id
 
 
@@ -367,7 +367,7 @@ def _rows(
     row_class: type[AnyRow],
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
-    """Return the valid rows of a list; add the others to `faults`, or raise an error if all are."""
+    """Return the valid rows of a list and add the others to `faults`; one must be valid."""
     rows, invalid = [], []
     for number, row in enumerate(content[part]):
         try:

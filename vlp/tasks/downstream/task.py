@@ -311,9 +311,9 @@ class WritingTask(Downstream):
         return [text.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def text_probability(self, memory: Memory, processor: TextProcessor, text: str) -> float:
-        """Compute the probability of all word pieces and the end token of a text, by `processor`.
+        """Compute the probability of a text, its end token included, given a memory of one row.
 
-        The memory has one row.
+        `processor` tokenises the text.
         """
         embedding = self.model.text_encoder.embedding
         ids = processor([text]).text_ids.to(next(self.parameters()).device)

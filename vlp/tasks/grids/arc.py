@@ -340,7 +340,7 @@ def _recolour_large(grid: Grid) -> Grid:
 
 
 def _crop(grid: Grid) -> Grid:
-    """Return the bounding box of the cells that are not black."""
+    """Crop a grid to the bounding box of the cells that are not black."""
     (box,) = ndimage.find_objects((grid != 0).astype(np.int64))
     return grid[box]
 

@@ -155,7 +155,7 @@ class GridTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, batch: GridBatch) -> Tensor:
-        """Decode greedily: (B, T) int64. Whether a template is greedy, `forward` tells at once."""
+        """Decode output templates greedily, cell by cell: (B, T) int64."""
         encoded = self.encode(batch)
         outputs = torch.zeros_like(batch.inputs)
         # Position encodings need the whole template, so every cell costs a full pass.

@@ -129,7 +129,7 @@ _UNUSED = TextLabels("caption", {})
 
 
 class AssignmentDataset(PairDataset):
-    """Captions with two images; the class tells which image is the caption's: FIRST, ...."""
+    """Captions with two images; FIRST, SECOND or NEITHER of them is the caption's image."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
         super().__init__(items, _UNUSED, 2, 1, text, prepare)

@@ -85,7 +85,7 @@ class Nlvr2AssignmentConfig(PairClassificationConfig):
 
     @property
     def num_images(self) -> int:
-        """Return 2."""
+        """Return 2, the number of images of a caption."""
         return 2
 
 

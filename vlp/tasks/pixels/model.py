@@ -150,7 +150,7 @@ class PixelPlaces(nn.Module):
 
 
 class PixelLayer(nn.Module):
-    """Causal self-attention and feed-forward, each on normalised states and added."""
+    """Pre-norm causal self-attention and feed-forward."""
 
     def __init__(self, config: PixelModelConfig, size: int) -> None:
         super().__init__()

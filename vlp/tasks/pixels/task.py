@@ -27,7 +27,7 @@ class PixelsConfig(Config):
 
 
 class Pixels(VisionTask):
-    """Maximum likelihood of every channel of every pixel given those before it."""
+    """Negative log-likelihood of every value given all values before it."""
 
     config_class = PixelsConfig
 
@@ -36,7 +36,7 @@ class Pixels(VisionTask):
         self.model = PixelTransformer(config.model, config.data.image_size)
 
     def forward(self, batch: PixelBatch, step: int) -> StepOutput:
-        """Compute the loss in nats per channel, and in bits for this rank's images."""
+        """Compute the loss in nats per value, and in bits for this rank's images."""
         with self.autocast(batch.values.device):
             nats = self.model.nats(batch.values)
         count = torch.tensor(nats.numel(), device=nats.device)

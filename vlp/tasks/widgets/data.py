@@ -160,7 +160,7 @@ def _read_text(file: Path) -> str:
 
 
 def _read_tar(file: Path, names: set[str]) -> dict[str, bytes]:
-    """Read the view hierarchies of these screens."""
+    """Read the view hierarchies of screens by name."""
 
     def is_listed(path: PurePosixPath) -> bool:
         return path.suffix == ".json" and path.stem in names
