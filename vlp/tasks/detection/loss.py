@@ -134,17 +134,14 @@ def set_losses(
             logits[layer].flatten(0, 1), query_labels.flatten(), reduction="none"
         )
         matched_boxes = boxes[layer][index]
-        matched_corners = box_convert(matched_boxes, "cxcywh", "xyxy")
-        target_corners = box_convert(target_boxes, "cxcywh", "xyxy")
+        matched_xyxy = box_convert(matched_boxes, "cxcywh", "xyxy")
+        target_xyxy = box_convert(target_boxes, "cxcywh", "xyxy")
         count = torch.tensor(len(target_labels), device=logits.device)
         losses.append(
             SetLosses(
                 Loss((nats * weight.flatten()).sum(), weight.sum()),
                 Loss((matched_boxes - target_boxes).abs().sum(), count),
-                Loss(
-                    generalized_box_iou_loss(matched_corners, target_corners, reduction="sum"),
-                    count,
-                ),
+                Loss(generalized_box_iou_loss(matched_xyxy, target_xyxy, reduction="sum"), count),
                 (logits[layer][index].detach()[:, :-1].argmax(-1) == target_labels).sum(),
                 count,
             )

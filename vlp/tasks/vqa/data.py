@@ -104,10 +104,7 @@ class VqaExample(NamedTuple):
 
 
 class VqaBatch(NamedTuple):
-    """B questions with T answers of at most L tokens in all.
-
-    If all samples are bad, the batch has one blank question that is not valid.
-    """
+    """B questions with T answers of L tokens in all; a blank question if all samples are bad."""
 
     # (B, 3, size, size) float32
     pixels: Tensor

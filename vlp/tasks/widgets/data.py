@@ -187,12 +187,9 @@ class WidgetText:
         self._ids: dict[str, Tensor] = {}
         self.max_words, self.max_caption = max_words, max_caption
         self.vocab_size = self._words.vocab_size
-        self.pad_id, self.cls_id, self.sep_id = (
-            self._words.pad_id,
-            self._words.cls_id,
-            self._words.sep_id,
-        )
-        self.special_ids = self._words.special_ids
+        words = self._words
+        self.pad_id, self.cls_id, self.sep_id = words.pad_id, words.cls_id, words.sep_id
+        self.special_ids = words.special_ids
 
     def words(self, text: str) -> Tensor:
         """Return a text's ids (max_words,) int64: word pieces and padding."""
@@ -276,10 +273,7 @@ class WidgetDataConfig(MapDatasetConfig):
 
 
 class WidgetBatch(NamedTuple):
-    """B screens of W widgets, T captions of L tokens.
-
-    If all samples are bad, the batch has one screen that is not valid, of one widget without words.
-    """
+    """B screens of W widgets, T captions of L tokens; a blank screen if all samples are bad."""
 
     # (B, W, 4) float32: x0, y0, x1, y1 as shares of the screen
     boxes: Tensor
