@@ -111,16 +111,19 @@ def test_a_bad_row_costs_itself_and_never_the_image(tmp_path, values, kept, said
     assert bool(said) == bool(caplog.text)
 
 
-@pytest.mark.parametrize(("crowd", "is_one"), [("0", 0), ("1", 1), ("false", 0), (None, 0)])
+@pytest.mark.parametrize(("crowd", "is_one"), [("0", 0), ("1", 1), ("false", 0), ("", 0)])
 def test_crowds_may_be_written_as_text(tmp_path, crowd, is_one):
     images = CocoImages(write(tmp_path, changed("annotations", 0, iscrowd=crowd)))
     assert images.read(1).crowds.tolist() == [bool(is_one), True]
 
 
-@pytest.mark.parametrize(("area", "kept"), [(7, 7), (0, 50), (-3, 50), (None, 50)])
-def test_an_area_that_is_none_is_that_of_the_box_inside(tmp_path, area, kept):
-    row = changed("annotations", 0, area=area, bbox=[30, 10, 5, 80])
-    assert CocoImages(write(tmp_path, row)).read(1).areas[0] == kept
+@pytest.mark.parametrize(
+    ("area", "kept", "width"), [(7, 7, 40), (0, 50, 0), (-3, 50, 40.4), ("x", 50, None)]
+)
+def test_an_area_or_size_that_is_none_is_that_of_the_box_or_picture(tmp_path, area, kept, width):
+    content = changed("annotations", 0, area=area, bbox=[30, 10, 5, 80])
+    content["images"][0]["width"] = width
+    assert CocoImages(write(tmp_path, content)).read(1).areas[0] == kept
 
 
 def test_boxes_that_were_drawn_before_exif_turned_the_image_turn_with_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,8 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from torch import Tensor
@@ -143,15 +146,23 @@ class _Row(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+def _none_if_invalid(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        return None
+
+
 _Id = Annotated[int | str, BeforeValidator(_plain_id)]
+_Side = Annotated[PositiveInt | None, WrapValidator(_none_if_invalid)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Image(_Row):
     id: _Id
     file_name: str
-    width: PositiveInt
-    height: PositiveInt
+    width: _Side = None
+    height: _Side = None
 
 
 class _Object(_Row):
@@ -159,8 +170,8 @@ class _Object(_Row):
     image_id: _Id
     category_id: _Id
     bbox: tuple[_Finite, _Finite, _Finite, _Finite]
-    area: _Finite | None = None
-    iscrowd: bool | None = None
+    area: Annotated[_Finite | None, WrapValidator(_none_if_invalid)] = None
+    iscrowd: Annotated[bool | None, WrapValidator(_none_if_invalid)] = None
 
 
 class _Category(_Row):
@@ -220,7 +231,7 @@ class CocoImages:
         content = self._files.read(entry.file_name, where)
         image = decode_image(content, where)
         # The image may be stored smaller than annotated, and annotated before EXIF turned it.
-        size = entry.width, entry.height
+        size = (entry.width, entry.height) if entry.width and entry.height else image.size
         if (turn := turn_of(size, image.size, 1)) is None:
             with decoder_errors(where), open_image(content, where) as header:
                 turn = turn_of(size, image.size, orientation(header))
@@ -229,7 +240,9 @@ class CocoImages:
                 "image of another shape",
                 f"{where}: {image.width} x {image.height} px, annotated {size[0]} x {size[1]}",
             )
-        objects = self._objects.get(entry.id, [])
+        rows = self._objects.get(entry.id, [])
+        clipped = ((row, clip_box(row.bbox, size)[1]) for row in rows)
+        objects = [(row, corners) for row, corners in clipped if corners is not None]
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
             upright = size[1], size[0]
@@ -248,9 +261,13 @@ class CocoImages:
 
     def _by_image(
         self, annotations: Iterable[_Object], faults: dict[str, list[str]]
-    ) -> dict[Any, list[tuple[_Object, Corners]]]:
-        """Return the objects of each image id with their boxes, clipped to the image."""
-        sizes = {image.id: (image.width, image.height) for image in self._images}
+    ) -> dict[Any, list[_Object]]:
+        """Return the objects of each image id whose boxes lie in the image."""
+        # An unknown side is that of the stored image, which is not read here.
+        sizes = {
+            image.id: (image.width or sys.maxsize, image.height or sys.maxsize)
+            for image in self._images
+        }
         objects = defaultdict(list)
         for row in annotations:
             name = "annotation" if row.id is None else f"annotation {row.id}"
@@ -263,7 +280,7 @@ class CocoImages:
                 if kind is not None:
                     faults[kind].append(f"{name} {list(row.bbox)} of image {row.image_id}")
                 if corners is not None:
-                    objects[row.image_id].append((row, corners))
+                    objects[row.image_id].append(row)
         return dict(objects)
 
 
