@@ -156,7 +156,9 @@ def open_ledger(folder: Path) -> Iterator[Path]:
 
 
 def _load_or_run(work: Callable[[Job], Result], ledger: Path, job: Job) -> Result:
+    """Return a job's result from the ledger, else run the job and store its result."""
     digest = blake2b(pickle.dumps((__version__, work, job)), digest_size=16)
+    # A changed file is another job.
     path = job if isinstance(job, Path) else getattr(job, "path", None)
     if path is not None and path.is_file():
         digest.update(repr((path.stat().st_size, path.stat().st_mtime_ns)).encode())

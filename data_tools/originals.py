@@ -296,6 +296,7 @@ class Originals:
 
     @cached_property
     def _folder_index(self) -> dict[str, list[_Match]]:
+        """Return the folders with images by each of their parts, with an empty base name."""
         return self._index_by_folder(("", FileEntry(*pair, 0, 0)) for pair in self._folders)
 
     def _variants(self, base: str) -> list[str]:

@@ -111,6 +111,7 @@ class FileTree(Originals):
         ]
         for path in (normpath(join(folder, name)), name, *alternatives):
             if path in self._files:
+                # `_names` takes much time, so it is built only when needed, with earlier claims.
                 if "/" in name and "_names" in vars(self):
                     self._names.claim(path)
                 elif "/" in name:

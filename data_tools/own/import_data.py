@@ -423,6 +423,7 @@ def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
 
 
 def _key(stem: str) -> str:
+    """Return a key with `_` for dots, slashes, spaces and characters that cannot be printed."""
     return "".join(
         "_" if character in "./" or not character.isprintable() else character
         for character in "_".join(stem.split())
