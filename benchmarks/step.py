@@ -104,10 +104,10 @@ class Trainee:
         seconds: dict[str, float] = {}
 
         def time_part(name: str, part: Callable[[], Any]) -> Any:
-            started = time.perf_counter()
+            start = time.perf_counter()
             result = part()
             harness.synchronize(self.device)
-            seconds[name] = time.perf_counter() - started
+            seconds[name] = time.perf_counter() - start
             return result
 
         output = time_part("forward", lambda: self.task(batch, self.steps))

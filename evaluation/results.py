@@ -99,7 +99,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             for line in file:
                 row = parse_json(line)
                 if not isinstance(row, dict):
-                    raise ValueError(f"found a {type(row).__name__}")
+                    raise ValueError(f"found {type(row).__name__}")
                 rows.append(row)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error

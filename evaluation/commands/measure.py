@@ -12,6 +12,7 @@ from typer import Option
 
 from evaluation.commands import predictions
 from evaluation.commands.options import (
+    Batch,
     Device,
     EvaluationCommand,
     Limit,
@@ -211,7 +212,7 @@ def suite(
     classes: Annotated[str | None, Option(metavar="FILE", help="class names, one a line")] = None,
     out: Annotated[Path, Option(metavar="DIR", help="of the results")] = Path("runs/suite"),
     limit: Limit = None,
-    batch: Annotated[int, Option(metavar="N", help="samples at once")] = 64,
+    batch: Batch = 64,
     device: Device = None,
     workers: Workers = None,
 ) -> int:
@@ -249,7 +250,9 @@ def compare(
     task: Annotated[
         str | None, Option(help="which, where the folders hold results of several")
     ] = None,
-    permutations: Annotated[int, Option(metavar="N", help="of the sign-flip test")] = 10_000,
+    permutations: Annotated[
+        int, Option(parser=positive, metavar="N", help="of the sign-flip test")
+    ] = 10_000,
     out: Annotated[Path | None, Option(metavar="DIR", help="for JSON and Markdown too")] = None,
 ) -> None:
     """Compare two results on the same items.

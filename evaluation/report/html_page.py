@@ -83,8 +83,8 @@ def page(
         element("h2", "Results"),
         *(tables or [element("p", "None of these folders holds results.")]),
     ]
-    # One figure for all runs, so that their losses can be compared.
-    losses = {source.name: _line(source.log, "loss/total") for source in sources if source.log}
+    # One figure for all runs, so that losses can be compared; a log may lack the total.
+    losses = {s.name: line for s in sources if (line := _line(s.log, "loss/total"))}
     if len(losses) > 1:
         parts += [_row([_curve("Total loss", losses)])]
     for number, source in enumerate(sources, 1):

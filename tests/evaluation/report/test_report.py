@@ -117,7 +117,7 @@ def test_a_page_shows_runs_side_by_side_and_needs_nothing_else(
     assert all(attributes["alt"].strip() for attributes in images)
 
 
-def test_what_files_say_is_text_and_never_markup(tmp_path):
+def test_what_files_say_is_text_and_never_markup(pretrained, tmp_path):
     hostile = '<script>alert("1")</script>'
     figures = {hostile: Figure(0.5, 0.4, 0.6, 0.0)._asdict()}
     results = tmp_path / "<img src=x>"
@@ -128,7 +128,7 @@ def test_what_files_say_is_text_and_never_markup(tmp_path):
         "config.yaml": {"data": {"sources": [{"path": hostile}]}},
     }.items():
         (results / name).write_text(json.dumps(content))
-    made = Page(page(read_sources([results])))
+    made = Page(page(read_sources([results, pretrained[0]])))
     assert not [tag for tag, _ in made.tags if tag == "script"]
     assert all(a["src"].startswith("data:image/svg") for tag, a in made.tags if tag == "img")
     assert made.text.count(hostile) >= 3
