@@ -60,7 +60,7 @@ def evaluate_grounding(
 
     Figures are shares of expressions. `pointing`: all highest patches of the map lie in the box;
     chance is a random patch. For samples with proposals, `IoU ≥ 0.5`: the best-scored proposal has
-    this IoU with the box, chance is a random proposal; `best possible`: some proposal has.
+    this IoU with the box; chance is a random proposal. `best possible`: any proposal has this IoU.
 
     Args:
         by: kind of map. None: the folder's after fine-tuning for grounding, else Grad-CAM. With the

@@ -97,12 +97,12 @@ def test_boxes_of_expressions_need_no_task(folders, tmp_path, capsys):
     assert (first["ref_id"], first["box"]) == (5, None)
 
 
-def test_predictions_equal_those_that_are_judged(folders, tmp_path):
+def test_predictions_equal_those_that_are_evaluated(folders, tmp_path):
     shards = entailment_shards(tmp_path / "labelled", 9)
     options = EvalOptions(resamples=2, batch=4)
-    judged = evaluate_task(load_task(folders["snli_ve"]), [shards], options).predictions
+    evaluated = evaluate_task(load_task(folders["snli_ve"]), [shards], options).predictions
     plain = predict(folders["snli_ve"], [shards], options).rows
-    assert [row["prediction"] for row in plain] == [row["prediction"] for row in judged]
+    assert [row["prediction"] for row in plain] == [row["prediction"] for row in evaluated]
     first = predict(folders["snli_ve"], [shards], EvalOptions(limit=2)).rows
     assert [row["key"] for row in first] == [row["key"] for row in plain[:2]]
 

@@ -90,7 +90,7 @@ def test_a_map_below_zero_has_a_highest_patch_too(folder, tmp_path, monkeypatch)
     assert result.predictions[0]["box"] == box
 
 
-def test_a_fine_tuned_folder_is_judged_as_it_was_chosen(folder, shards, tmp_path):
+def test_a_fine_tuned_folder_is_evaluated_as_it_was_chosen(folder, shards, tmp_path):
     tuned = tmp_path / "tuned"
     shutil.copytree(folder, tuned)
     asked = evaluate_grounding(vlp.load(folder), [shards], by="similarity", head=2)
@@ -106,7 +106,7 @@ def test_a_fine_tuned_folder_is_judged_as_it_was_chosen(folder, shards, tmp_path
         evaluate_grounding(vlp.load(tuned), [shards])
 
 
-def test_proposals_are_judged_by_their_overlap(folder, tmp_path):
+def test_proposals_are_evaluated_by_their_overlap(folder, tmp_path):
     box = [4.0, 4.0, 12.0, 12.0]
     far = [20.0, 20.0, 8.0, 8.0]
     says = [Expression(id="1", text="a red circle", box=box)]

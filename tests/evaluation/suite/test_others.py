@@ -104,7 +104,7 @@ def test_similarities_are_those_of_transformers(other, image):
     torch.testing.assert_close(again, said.feature, atol=1e-5, rtol=1e-5)
 
 
-def test_a_suite_judges_them_beside_our_own(
+def test_a_suite_evaluates_them_beside_our_own(
     other, image, model_folder, scene_shards, tmp_path, capsys
 ):
     out, labelled, classes = (tmp_path / name for name in ("out", "labelled", "classes.txt"))

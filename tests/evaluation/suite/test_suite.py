@@ -45,7 +45,7 @@ def written(tmp_path, values):
     return file
 
 
-def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch):
+def test_everything_is_evaluated_once_and_kept(data, tmp_path, capsys, monkeypatch):
     other = {"name": "two", "model": str(data / "plain"),
              "tasks": [suite(data)["models"][0]["tasks"][0]]}  # fmt: skip
     file = written(tmp_path, suite(data, other))
@@ -61,7 +61,7 @@ def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch)
     assert (tmp_path / "out" / "one" / "retrieval" / "retrieval.predictions.jsonl").is_file()
     before = (tmp_path / "out" / "all.md").read_text()
 
-    monkeypatch.setattr(evaluation.suite.suite, "run_job", None)  # nothing may be judged again
+    monkeypatch.setattr(evaluation.suite.suite, "run_job", None)  # nothing may be evaluated again
     assert main(command) == 0
     printed = capsys.readouterr().out
     assert printed.count(": reused") == 3
@@ -70,11 +70,11 @@ def test_everything_is_judged_once_and_kept(data, tmp_path, capsys, monkeypatch)
 
 def test_an_interrupted_suite_goes_on(data, tmp_path, monkeypatch):
     config = SuiteConfig.model_validate(suite(data))
-    judged, real = [], evaluation.suite.suite.run_job
+    ran, real = [], evaluation.suite.suite.run_job
 
     def interrupted(job, *more):
-        judged.append(job.label)
-        if job.label == "snli_ve" and len(judged) == 2:
+        ran.append(job.label)
+        if job.label == "snli_ve" and len(ran) == 2:
             raise KeyboardInterrupt
         return real(job, *more)
 
@@ -83,12 +83,12 @@ def test_an_interrupted_suite_goes_on(data, tmp_path, monkeypatch):
         run_suite(config, tmp_path)
     assert not (tmp_path / "one" / "snli_ve").exists()
     result = run_suite(config, tmp_path)
-    assert judged == ["retrieval", "snli_ve", "snli_ve"]
+    assert ran == ["retrieval", "snli_ve", "snli_ve"]
     assert set(result.results) == {("one", "retrieval"), ("one", "snli_ve")}
 
 
 @pytest.mark.parametrize("change", ["model", "option", "shards", "damage"])
-def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, change):
+def test_what_a_result_depends_on_is_evaluated_anew(data, tmp_path, monkeypatch, change):
     folder = shutil.copytree(data / "fine", tmp_path / "model")
     shards = tmp_path / "claims"
     entailment_shards(shards, 3)
@@ -99,15 +99,15 @@ def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, ch
             {"models": [{"name": "m", "model": str(folder), "tasks": tasks}]}
         )
 
-    out, judged, real = tmp_path / "out", [], evaluation.suite.suite.run_job
+    out, ran, real = tmp_path / "out", [], evaluation.suite.suite.run_job
     monkeypatch.setattr(
-        evaluation.suite.suite, "run_job", lambda job, *more: judged.append(job) or real(job, *more)
+        evaluation.suite.suite, "run_job", lambda job, *more: ran.append(job) or real(job, *more)
     )
     run_suite(config(), out)
     (folder / "README.md").write_text("a card is none of the model's files")
     (folder / "evaluation").mkdir()
     run_suite(config(), out)
-    assert len(judged) == 1
+    assert len(ran) == 1
     options = {}
     if change == "model":
         (folder / "task.json").write_text((folder / "task.json").read_text() + " ")
@@ -119,7 +119,7 @@ def test_what_a_result_depends_on_is_judged_anew(data, tmp_path, monkeypatch, ch
     if change == "damage":
         (out / "m" / "snli_ve" / "snli_ve.json").write_text('{"task": ')
     run_suite(config(**options), out)
-    assert len(judged) == 2
+    assert len(ran) == 2
 
 
 def test_one_that_fails_is_named_and_the_rest_goes_on(data, tmp_path, capsys):

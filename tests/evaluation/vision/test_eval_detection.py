@@ -82,7 +82,7 @@ def test_sizes_that_an_encoding_cannot_serve_are_refused_by_name(name):
         evaluate(task, EvalOptions(limit=2))
 
 
-def test_real_images_are_judged_in_their_own_pixels(shared):
+def test_real_images_are_evaluated_in_their_own_pixels(shared):
     folder = shared / "data" / "coco_mini"
     source = {"format": "coco", "images": str(folder / "val2017_short256.tar")}
     source["annotations"] = str(folder / "annotations" / "instances_val2017.json")

@@ -55,15 +55,15 @@ class Knowing(GridTransformer):
 
 
 def test_right_answers_are_counted_task_by_task(archive):
-    judged = task(archive, *NAMES, variants=7)
-    judged.model.__class__ = Knowing
-    assert evaluate(judged, EvalOptions()) == {
+    evaluated = task(archive, *NAMES, variants=7)
+    evaluated.model.__class__ = Knowing
+    assert evaluate(evaluated, EvalOptions()) == {
         f"{kind}{name}": 100.0
         for kind in ("exact", "original")
         for name in ("", *(f"/{one}" for one in NAMES))
     }
-    judged.model.wrong = ("74dd1130",)
-    figures = evaluate(judged, EvalOptions())
+    evaluated.model.wrong = ("74dd1130",)
+    figures = evaluate(evaluated, EvalOptions())
     assert (figures["exact"], figures["exact/74dd1130"], figures["exact/25ff71a9"]) == (50, 0, 100)
     judged.model.forward = lambda question, outputs: torch.full((*outputs.shape, 14), torch.nan)
     with pytest.raises(EvaluationError, match="not finite"):
@@ -71,9 +71,9 @@ def test_right_answers_are_counted_task_by_task(archive):
 
 
 def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monkeypatch):
-    judged = task(archive, *NAMES, variants=5)
-    asked = evaluation_grids._questions(judged.config.data)
-    tasks = open_grids(judged.config.data)
+    evaluated = task(archive, *NAMES, variants=5)
+    asked = evaluation_grids._questions(evaluated.config.data)
+    tasks = open_grids(evaluated.config.data)
     # 74dd1130 has one test pair, 25ff71a9 two.
     assert [one.name for one in asked] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
     assert sum(not one.is_variant for one in asked) == 3
@@ -83,9 +83,9 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
     for variant, one in zip(variants, asked[1:6], strict=True):
         for tokens, grid in zip(one.sample[:2], tasks[NAMES[0]].test[0], strict=True):
             assert np.array_equal(to_grid(tokens), variant(grid))
-    figures = evaluate(judged, EvalOptions())
+    figures = evaluate(evaluated, EvalOptions())
     monkeypatch.setattr(evaluation_grids, "TOKENS", 1)
-    assert evaluate(judged, EvalOptions()) == figures
+    assert evaluate(evaluated, EvalOptions()) == figures
 
 
 def test_figures_of_a_limit_and_without_held_out_variants(archive):

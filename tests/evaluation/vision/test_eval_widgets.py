@@ -63,7 +63,7 @@ def test_seen_and_unseen_places_make_up_the_whole(monkeypatch, task):
     assert figures["exact"] == pytest.approx(100 * exact / len(said))
 
 
-def test_a_model_is_judged_by_what_it_generates(task):
+def test_a_model_is_evaluated_by_what_it_generates(task):
     kept = task.training
     figures = evaluate(task, EvalOptions(limit=4))
     assert task.training == kept
