@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
 from evaluation.downstream.task_evaluation import TaskEvaluation
 from evaluation.grounding.grounding import evaluate_grounding
-from evaluation.item_results import EvaluatedItems
 from evaluation.jobs import GroundingJob
 from evaluation.options import EvalOptions
 from evaluation.results import Result
-from vlp.models.folder import Loaded
 from vlp.tasks.grounding.task import Grounding
 
 
@@ -45,14 +42,6 @@ class GroundingEvaluation(TaskEvaluation):
         return evaluate_grounding(
             task.loaded, shards, options, by=by, layer=layer, head=head, **kwargs
         )
-
-    def predict_without_head(
-        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
-    ) -> EvaluatedItems:
-        """Choose boxes for the expressions of shards."""
-        # Only rows are used, so the intervals need no resamples.
-        result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
-        return EvaluatedItems(result.predictions or [], result.skipped)
 
 
 register_evaluation(GroundingEvaluation())

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from evaluation.downstream.registry import WITHOUT_HEAD, get_evaluation
+from evaluation.downstream.registry import get_evaluation
 from evaluation.downstream.task_evaluation import Row, drop_fields, load_for_evaluation, load_model
 from evaluation.encoder import encode_image
+from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
@@ -41,7 +43,7 @@ def predict(
 ) -> Predictions:
     """Predict every item of shard folders; the same for any number of ranks."""
     if not has_task(folder):
-        kind, (rows, skipped) = WITHOUT_HEAD, _predict_without_head(folder, shards, options)
+        kind, (rows, skipped) = "grounding", _predict_boxes(folder, shards, options)
     else:
         task = load_for_evaluation(folder)
         kind = task.kind
@@ -84,17 +86,19 @@ def _unique_ids(rows: Sequence[Row]) -> list[Row]:
     return list(map(with_key, rows))
 
 
-def _predict_without_head(
+def _predict_boxes(
     folder: str | Path, shards: Sequence[str | Path], options: EvalOptions
 ) -> EvaluatedItems:
     loaded = load_model(folder)
     try:
-        return get_evaluation(WITHOUT_HEAD).predict_without_head(loaded, shards, options)
+        # One resample, as only the rows are used.
+        result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
     except ConfigError as error:
         raise ConfigError(
             f"{error}; {folder} is not fine-tuned for a task, so it predicts only boxes of "
             "referring expressions"
         ) from error
+    return EvaluatedItems(result.predictions or [], result.skipped)
 
 
 # Kind of the predictions of a model folder without a task, for an image and a text.

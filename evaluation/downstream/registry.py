@@ -11,9 +11,6 @@ from importlib import import_module
 from evaluation.downstream.task_evaluation import PageAction, TaskEvaluation
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_module
 
-# Kind of the predictions of a model folder without a task.
-WITHOUT_HEAD = "grounding"
-
 _registered: dict[str, TaskEvaluation] = {}
 
 

@@ -177,12 +177,6 @@ class TaskEvaluation:
             raise EvaluationError(f"{folder} is fine-tuned for {task.kind}, not for {self.kind}")
         return self.evaluate(task, shards, options, **kwargs)
 
-    def predict_without_head(
-        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions
-    ) -> EvaluatedItems:
-        """Predict with a model that has no task head; arguments as of `predictions`."""
-        raise EvaluationError(f"{self.kind} needs a fine-tuned model")
-
     def image_count(self, task: Any) -> tuple[int, int]:
         """Return the number of images of an item, and of panels of each image."""
         return 1, 1
