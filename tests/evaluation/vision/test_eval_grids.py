@@ -65,9 +65,9 @@ def test_right_answers_are_counted_task_by_task(archive):
     evaluated.model.wrong = ("74dd1130",)
     figures = evaluate(evaluated, EvalOptions())
     assert (figures["exact"], figures["exact/74dd1130"], figures["exact/25ff71a9"]) == (50, 0, 100)
-    judged.model.forward = lambda question, outputs: torch.full((*outputs.shape, 14), torch.nan)
+    evaluated.model.forward = lambda question, outputs: torch.full((*outputs.shape, 14), torch.nan)
     with pytest.raises(EvaluationError, match="not finite"):
-        evaluate(judged, EvalOptions())
+        evaluate(evaluated, EvalOptions())
 
 
 def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monkeypatch):
