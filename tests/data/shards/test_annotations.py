@@ -100,7 +100,7 @@ def test_fields_that_mean_something_else_are_named(field, value, place):
 
 def test_what_other_tools_write_is_kept():
     content = {"caption": 12, "exif": {"a": [1, {"b": None}]}, "width": float("nan")}
-    content |= {"model_config": 1, "__class__": 2, "to_json": "x"}
+    content |= {"model_config": 1, "__class__": 2, "to_json": "x", "words": ["a"], "version": 2}
     annotation = read(json=json.dumps(content).encode())
     assert captions_of(annotation) == ["12"]
     assert annotation.model_extra["exif"] == {"a": [1, {"b": None}]}

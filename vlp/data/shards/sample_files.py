@@ -229,11 +229,12 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
             try:
                 annotation = Annotation.model_validate_json(content)
             except ValidationError as error:
-                # With a caption in KEY.txt, invalid fields are those of other tools: drop them.
-                if text is None or not read(text).strip():
-                    raise
+                # Beside a caption, invalid fields are those of other tools: drop them.
                 bad = {str(problem["loc"][:1]) for problem in error.errors()}
                 annotation = _without(content, bad)
+                is_captioned = "()" not in bad and captions_of(annotation)  # (): no field's error
+                if not is_captioned and (text is None or not read(text).strip()):
+                    raise
         if text is not None and not captions_of(annotation):
             caption = read(text).decode("utf-8-sig")
             annotation = annotation.model_copy(update={"caption": caption, "captions": None})
