@@ -9,6 +9,7 @@ logits. There is no dropout, and no second derivative.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ _RESULTS = "Tensor out, Tensor residual, Tensor row_statistics, Tensor out_grad"
 
 def _attend(*arguments: Any) -> Results:
     *tensors, heads, scale = arguments
-    inputs = _Inputs(*tensors, heads, forward=True)
+    inputs = _Inputs(tensors, heads, forward=True)
     results = _empty_results(*arguments)
     inputs.launch("forward", inputs.query_blocks * heads, scale, *results)
     return results
@@ -136,7 +137,7 @@ def _attend(*arguments: Any) -> Results:
 
 def _attend_backward(*arguments: Any) -> Gradients:
     *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
-    inputs = _Inputs(*tensors, heads)
+    inputs = _Inputs(tensors, heads)
     *gradients, terms_grad = _empty_gradients(*arguments)
     single_block = inputs.key_blocks == 1
     query_sum = out if single_block else torch.empty_like(gradients[0], dtype=torch.float32)
@@ -148,7 +149,7 @@ def _attend_backward(*arguments: Any) -> Gradients:
 
 def _differentiate_path(*arguments: Any) -> Tensor:
     *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
-    inputs = _Inputs(*tensors, heads)
+    inputs = _Inputs(tensors, heads)
     gradient = _empty_path(*arguments)
     programs = inputs.query_blocks * inputs.key_blocks * gradient.shape[3]
     results = residual, row_statistics, out_grad.contiguous(), gradient
@@ -192,19 +193,9 @@ def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
 class _Inputs:
     """Inputs and options of all kernels of one attention, in the kernels' order."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        path: Tensor,
-        mask: Tensor | None,
-        query_mean: Tensor | None,
-        key_mean: Tensor | None,
-        terms: Tensor,
-        heads: int,
-        forward: bool = False,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Any], heads: int, forward: bool = False) -> None:
+        # In the order of the schemas.
+        query, key, value, path, mask, query_mean, key_mean, terms = tensors
         states = [_contiguous_rows(x) for x in (query, key, value)]
         # A kernel without mask or means never reads the tensor that stands in for them.
         placeholder = states[0]
