@@ -68,18 +68,14 @@ def related(ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> 
     """
     if ids.ndim == 1:
         return positives(ids, candidate_ids)
-    rows, links, candidates = (
-        part.unbind(-1) for part in (ids, ids if links is None else links, candidate_ids)
-    )
+    links = ids if links is None else links
 
-    def equal(a: Tensor, b: Tensor) -> Tensor:
-        return (a[..., :, None] == b[..., None, :]).float()
+    def same(part: int, a: Tensor, b: Tensor) -> Tensor:
+        return (a[..., :, None, part] == b[..., None, :, part]).float()
 
-    paths = (
-        equal(rows[first], links[first]) @ equal(links[second], candidates[second])
-        for first, second in ((0, 1), (1, 0))
-    )
-    return sum(paths) > 0
+    by_image = same(0, ids, links) @ same(1, links, candidate_ids)
+    by_text = same(1, ids, links) @ same(0, links, candidate_ids)
+    return (by_image + by_text) > 0
 
 
 @region
