@@ -122,7 +122,7 @@ class CaptionedSamples(Dataset[Slot]):
         slots: list[Slot] = []
         for start in range(0, len(requests), _MAX_PENDING):
             pending = [
-                self._prepare(request.epoch, request.sample_index)
+                self.prepare(request.epoch, request.sample_index)
                 if request.sample_index is not None
                 else partial(self._empty_slot, None)
                 for request in requests[start : start + _MAX_PENDING]
@@ -130,16 +130,13 @@ class CaptionedSamples(Dataset[Slot]):
             slots.extend(finish() for finish in pending)
         return slots
 
-    def slot(
-        self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
-    ) -> Slot:
-        """Return the slot of a sample, which is read unless `raw` is given."""
-        return self._prepare(epoch, index, raw)()
-
-    def _prepare(
+    def prepare(
         self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
     ) -> Callable[[], Slot]:
-        """Prepare a slot; return a function that decodes its pixels and returns it."""
+        """Return a function that decodes the pixels of a sample's slot and returns the slot.
+
+        All else is done at once; the sample is read unless `raw` is given.
+        """
         try:
             if isinstance(raw, BadSample):
                 raise raw
@@ -365,7 +362,7 @@ class ResampledSamples(IterableDataset[Slot]):
         read = partial(self._read, rng, range(first, 2**62, step))
         shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
         for index, sample in webdataset.DataPipeline(read, shuffle):
-            yield self.samples.slot(consumed, index, sample)
+            yield self.samples.prepare(consumed, index, sample)()
 
     def _read(
         self, rng: random.Random, visits: range

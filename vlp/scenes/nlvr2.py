@@ -40,7 +40,7 @@ _SIDES = ("left", "right")
 
 
 class Statement(NamedTuple):
-    """A sentence about a left and a right image, and its truth."""
+    """A sentence about a left and a right image, and whether it is true."""
 
     key: str
     text: str

@@ -1,9 +1,8 @@
-"""Statements about images of three boxes in the manner of NLVR v1 (Suhr et al., ACL 2017).
+"""Statements about images of three boxes like those of NLVR v1 (Suhr et al., ACL 2017).
 
-A box holds scattered items or a tower of blocks. Sentences are drawn from tables of rules, worded
-as people did. NLVR v1's dev and test sentences were at hand when they were written; a split that
-was never at hand confirms the recipe: 72.1 % [69.5, 74.9], majority 55.4
-(docs/results/downstream.md).
+A box holds scattered items or a tower of blocks. Sentences are drawn from tables of rules, which
+imitate the sentences of NLVR v1's dev and test splits. On its third split, which the rules do not
+know, they reach 72.1 % [69.5, 74.9], majority 55.4 (docs/results/downstream.md).
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from vlp.scenes.sample import Split
 SHAPES = ("circle", "square", "triangle")
 COLOURS = {"yellow": (255, 255, 0), "blue": (0, 153, 255), "black": (0, 0, 0)}
 SIZES = {"small": 10, "medium": 20, "big": 30}
-# Pixels: side of a box, distance of left edges.
-SIDE, PITCH, BOXES = 100, 150, 3
+SIDE, PITCH, BOXES = 100, 150, 3  # pixels of a box, and from one left edge to the next
 WIDTH = PITCH * (BOXES - 1) + SIDE
-BLOCK, TALLEST, MOST_ITEMS = 20, 4, 7
+BLOCK, MAX_BLOCKS, MAX_ITEMS = 20, 4, 7  # pixels of a block, blocks of a tower, items of a box
 _GROUND, _GAP = (211, 211, 211), (128, 128, 128)
 _BLOCK_LEFT, _STOREY = 40, BLOCK + 1
 _SUPERSAMPLING = 4
@@ -44,7 +42,7 @@ _Kind = tuple[str, str, int]  # shape, colour, size
 
 
 class BoxItem(NamedTuple):
-    """A shape in a box; x and y are its left and upper edge in pixels of the box."""
+    """A shape in a box; size, left edge x and upper edge y are in pixels of the box."""
 
     shape: str
     colour: str
@@ -54,7 +52,7 @@ class BoxItem(NamedTuple):
 
     @property
     def walls(self) -> frozenset[Wall]:
-        """Walls that it touches."""
+        """Walls that the item touches."""
         touched: dict[Wall, bool] = {
             "left": self.x == 0,
             "right": self.x + self.size == SIDE,
@@ -69,36 +67,35 @@ Box = tuple[BoxItem, ...]
 
 
 class ThreeBoxes(NamedTuple):
-    """Three boxes; `towers` says that each holds one tower, else they hold scattered items."""
+    """Three boxes, each with a tower if `towers`, else with scattered items."""
 
     towers: bool
     boxes: tuple[Box, ...]
 
 
 def pick(rng: np.random.Generator, values: Iterable[Value]) -> Value:
-    """Draw one of some values."""
+    """Draw one of the values."""
     choices = tuple(values)
     return choices[int(rng.integers(len(choices)))]
 
 
 def sample_boxes(rng: np.random.Generator, towers: bool) -> ThreeBoxes:
-    """Draw three boxes."""
-    numbers = rng.integers(1, (TALLEST if towers else MOST_ITEMS) + 1, size=BOXES).tolist()
-    return _arrange(rng, towers, [_kind(rng, towers) for _ in range(sum(numbers))], numbers)
+    """Draw three boxes and their items or towers."""
+    counts = rng.integers(1, (MAX_BLOCKS if towers else MAX_ITEMS) + 1, size=BOXES).tolist()
+    return _arrange(rng, towers, [_kind(rng, towers) for _ in range(sum(counts))], counts)
 
 
 def rearrange_boxes(rng: np.random.Generator, scene: ThreeBoxes) -> ThreeBoxes:
-    """Return the same items or blocks dealt anew, with the odds of `sample_boxes`."""
+    """Draw another arrangement of the same items or blocks, as likely as in `sample_boxes`."""
     kinds = [(item.shape, item.colour, item.size) for box in scene.boxes for item in box]
-    most = TALLEST if scene.towers else MOST_ITEMS
-    deals = [deal for deal in product(range(1, most + 1), repeat=BOXES) if sum(deal) == len(kinds)]
-    numbers = pick(rng, deals)
+    sizes = range(1, (MAX_BLOCKS if scene.towers else MAX_ITEMS) + 1)
+    counts = pick(rng, (c for c in product(sizes, repeat=BOXES) if sum(c) == len(kinds)))
     shuffled = [kinds[index] for index in rng.permutation(len(kinds))]
-    return _arrange(rng, scene.towers, shuffled, numbers)
+    return _arrange(rng, scene.towers, shuffled, counts)
 
 
 def render_boxes(scene: ThreeBoxes) -> Image.Image:
-    """Return the image, RGB, WIDTH x SIDE, anti-aliased."""
+    """Render three boxes: RGB, WIDTH x SIDE pixels, anti-aliased."""
     scale = _SUPERSAMPLING
     image = Image.new("RGB", (WIDTH * scale, SIDE * scale), _GAP)
     canvas = ImageDraw.Draw(image)
@@ -131,13 +128,12 @@ def _kind(rng: np.random.Generator, towers: bool) -> _Kind:
 
 
 def _arrange(
-    rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], numbers: Sequence[int]
+    rng: np.random.Generator, towers: bool, kinds: Sequence[_Kind], counts: Sequence[int]
 ) -> ThreeBoxes:
-    """Place items or blocks in order, `numbers` of them in each box."""
+    """Put items or blocks into the boxes in order, `counts` into each."""
     arrange = _tower if towers else _scatter
-    ends = np.cumsum(numbers)
-    shares = [kinds[end - number : end] for number, end in zip(numbers, ends)]
-    return ThreeBoxes(towers, tuple(arrange(rng, share) for share in shares))
+    parts = [kinds[end - count : end] for count, end in zip(counts, np.cumsum(counts))]
+    return ThreeBoxes(towers, tuple(arrange(rng, part) for part in parts))
 
 
 def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
@@ -148,9 +144,8 @@ def _tower(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
 
 
 def _scatter(rng: np.random.Generator, kinds: Sequence[_Kind]) -> Box:
-    """Place items that do not touch each other; some four in ten touch a wall."""
-    # All anew if one finds no room.
-    while True:
+    """Place items that do not touch each other; about 40 % touch a wall."""
+    while True:  # until all items find room
         items = list[BoxItem]()
         for shape, colour, size in kinds:
             for _ in range(_MAX_PLACINGS):
@@ -173,26 +168,26 @@ def _overlap(a: BoxItem, b: BoxItem) -> bool:
 
 
 def every(values: Iterable[bool | None]) -> bool | None:
-    """Return whether all hold: False decides, then None."""
+    """Return the conjunction of truth values, in which None is unknown."""
     readings = set(values)
     return False if False in readings else None if None in readings else True
 
 
 def some(values: Iterable[bool | None]) -> bool | None:
-    """Return whether at least one holds: True decides, then None."""
+    """Return the disjunction of truth values, in which None is unknown."""
     readings = set(values)
     return True if True in readings else None if None in readings else False
 
 
 def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
-    """Return whether `holds` is true of the number of true values; None if unsure values matter."""
-    sure = values.count(True)
-    readings = {holds(sure + more) for more in range(1 + values.count(None))}
+    """Return `holds` of the number of true values; None if it depends on unknown values."""
+    known = values.count(True)
+    readings = {holds(known + more) for more in range(1 + values.count(None))}
     return readings.pop() if len(readings) == 1 else None
 
 
 def the_only(values: Iterable[bool | None]) -> bool | None:
-    """Return the value if there is just one."""
+    """Return the value if there is exactly one, else None."""
     readings = list(values)
     return readings[0] if len(readings) == 1 else None
 
@@ -218,7 +213,7 @@ _BOUNDS: dict[str, Callable[[int, int], Truth]] = {
 
 
 class Phrase(NamedTuple):
-    """Words, and the condition under which they are true of their subject."""
+    """Words, and their truth of a subject: an item, a box or all boxes."""
 
     text: str
     true: Callable[[Any], Truth] = lambda about: True
@@ -228,7 +223,7 @@ class Phrase(NamedTuple):
 
 
 class Count(NamedTuple):
-    """A quantity in words, its truth of a number, and whether its noun is in the plural."""
+    """A quantity in words, its truth of a number, and whether its noun is a plural."""
 
     words: str
     holds: Callable[[int], Truth]
@@ -256,7 +251,7 @@ class Count(NamedTuple):
 # truth functions by "&" (default: the phrase `said`); before a colon, `each`, `any`, `many` (`n` of
 # them) or `all` (items of all boxes together) leads from boxes to one.
 class Grammar:
-    """Generator of phrases from a table of rules and its truth functions."""
+    """Generator of phrases from a table of rules (above) and truth functions."""
 
     def __init__(self, table: str, truths: Mapping[str, Callable[[Any, Any], Truth]]) -> None:
         self.truths, self.rules, names = truths, dict[str, list[str]](), list[str]()
@@ -269,7 +264,7 @@ class Grammar:
         self.sentences = tuple(partial(self.draw, name) for name in names)
 
     def draw(self, name: str, rng: np.random.Generator, outer: Any = None) -> Phrase:
-        """Draw the phrase of a rule, within another rule's draws if they are given."""
+        """Draw the phrase of a rule; `outer` holds the draws of the rule that contains it."""
         about, assignments, text, truth = self.rules[name]
         d = SimpleNamespace(**(vars(outer) if outer else {"where": Phrase("")}))
         for assignment in filter(None, assignments.strip().split("; ")):
@@ -318,7 +313,7 @@ class Grammar:
 
 
 def parse_count(words: str) -> Count:
-    """Return the quantity of words such as "a", "two" (exact or a minimum) and "at least two"."""
+    """Parse a quantity such as "a", "at least two" or "two", which is exact or a minimum."""
     how, _, word = words.rpartition(" ")
     n = 1 if word == "a" else int(word) if word.isdigit() else _NUMBERS.index(word)
     holds = _BOUNDS[words if words in _BOUNDS else how]
@@ -326,29 +321,29 @@ def parse_count(words: str) -> Count:
 
 
 def _numeral(rng: np.random.Generator, n: int) -> Count:
-    """Draw how a number is written: in letters, or less often in digits."""
+    """Write a number in letters, or with probability 0.35 in digits."""
     return parse_count(str(n) if rng.random() < 0.35 else _NUMBERS[n])
 
 
-def _number(rng: np.random.Generator, most: int) -> Count:
-    return _numeral(rng, int(rng.integers(1, most + 1)))
+def _number(rng: np.random.Generator, maximum: int) -> Count:
+    return _numeral(rng, int(rng.integers(1, maximum + 1)))
 
 
-def _count(rng: np.random.Generator, most: int) -> Count:
-    """Draw a quantity of up to `most`, exact or bounded."""
+def _count(rng: np.random.Generator, maximum: int) -> Count:
+    """Draw a quantity of up to `maximum`, exact or bounded."""
     if rng.random() < 0.4:
-        return parse_count("a") if rng.random() < 0.5 else _number(rng, most)
-    n = int(rng.integers(1, most + 1))
+        return parse_count("a") if rng.random() < 0.5 else _number(rng, maximum)
+    n = int(rng.integers(1, maximum + 1))
     how, numeral = pick(rng, _HOW), _numeral(rng, n)
     how = pick(rng, ("at least", "atleast")) if how == "at least" else how
     return parse_count(f"{how} {numeral}")
 
 
-def _noun(rng: np.random.Generator, sized: float = 0.05) -> Phrase:
-    """Draw an item by colour, by shape, by both, or any; now and then by its size too."""
+def _noun(rng: np.random.Generator, size_share: float = 0.05) -> Phrase:
+    """Draw a noun phrase: "item" or a shape, perhaps with a colour and, rarely, a size."""
     tone = pick(rng, COLOURS) if rng.random() < 0.75 else ""
     shape = pick(rng, SHAPES) if rng.random() < 0.6 else ""
-    size = pick(rng, SIZES) if rng.random() < sized else ""
+    size = pick(rng, SIZES) if rng.random() < size_share else ""
     word = shape or pick(rng, ("item", "object"))
 
     def fits(item: BoxItem) -> bool:
@@ -512,7 +507,7 @@ def _end(d: Any, box: Box) -> bool:
 
 
 def _times_over(d: Any, box: Box) -> Any:
-    """Return how often a block lies right above the other; None if one lies higher up."""
+    """Return how often one block lies directly on the other; None if only farther above it."""
     high, low = (d.y.true, d.x.true) if d.word == "below" else (d.x.true, d.y.true)
     adjacent = sum(high(top) and low(under) for under, top in pairwise(box))
     farther = any(high(top) and low(under) for under, top in combinations(box, 2))
@@ -561,13 +556,13 @@ OF_ITEMS = Grammar(_SHARED + _ITEMS, _TRUTHS).sentences
 OF_TOWERS = Grammar(_SHARED + _TOWERS, _TRUTHS).sentences
 
 
-# Few enough to keep in memory: items, and arrangements of the same items.
-_HOARDS, _ARRANGEMENTS = 1 << 13, 8
+# Sets of items, and arrangements of each: few enough for a cache.
+_ITEM_SETS, _ARRANGEMENTS = 1 << 13, 8
 _ATTEMPTS = 40
 
 
 class BoxStatement(NamedTuple):
-    """A sentence about three boxes, and its truth."""
+    """A sentence about three boxes, and whether it is true."""
 
     key: str
     text: str
@@ -578,8 +573,11 @@ class BoxStatement(NamedTuple):
 def sample_box_statement(
     seed: int, index: int, split: Split = "train", same_items: bool = True
 ) -> BoxStatement:
-    """Draw statement `index` of a split."""
-    # With `same_items`, false images hold a true one's items; without, the items alone tell much.
+    """Draw statement `index` of a split.
+
+    With `same_items` some arrangement of the same items makes the statement false if it is true,
+    and true if it is false; without, the items alone would predict much of the truth.
+    """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")
     label = bool(rng.random() < 0.5)
@@ -589,18 +587,18 @@ def sample_box_statement(
         text, holds = makers[int(rng.integers(len(makers)))](rng)
         stop = "." if rng.random() < 0.4 else ""
         for _ in range(_ATTEMPTS):
-            hoard = int(rng.integers(_HOARDS))
+            item_set = int(rng.integers(_ITEM_SETS))
             numbers = rng.permutation(_ARRANGEMENTS)[: None if same_items else 1].tolist()
-            scenes = [_arrangement(seed, split, towers, hoard, number) for number in numbers]
+            scenes = [_arrangement(seed, split, towers, item_set, number) for number in numbers]
             scene_by_truth = {holds(scene.boxes): scene for scene in scenes}
             if label in scene_by_truth and (not same_items or (not label) in scene_by_truth):
                 return BoxStatement(key, text + stop, label, scene_by_truth[label])
 
 
 @cache
-def _arrangement(seed: int, split: Split, towers: bool, hoard: int, number: int) -> ThreeBoxes:
-    """Return one of the arrangements of a hoard's items."""
-    rng = make_rng(seed, 0, f"boxes-{split}-{seed}-{towers}-{hoard}", f"arrangement {number}")
+def _arrangement(seed: int, split: Split, towers: bool, item_set: int, number: int) -> ThreeBoxes:
+    """Return an arrangement of a set of items; arrangement 0 draws the items."""
+    rng = make_rng(seed, 0, f"boxes-{split}-{seed}-{towers}-{item_set}", f"arrangement {number}")
     if number == 0:
         return sample_boxes(rng, towers)
-    return rearrange_boxes(rng, _arrangement(seed, split, towers, hoard, 0))
+    return rearrange_boxes(rng, _arrangement(seed, split, towers, item_set, 0))

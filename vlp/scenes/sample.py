@@ -190,7 +190,7 @@ def _random_scene(
         for name, size, rectangle, place in zip(names, sizes, rectangles, places, strict=True)
     )
     grey = int(rng.integers(BACKGROUND[0], BACKGROUND[1] + 1))
-    background = rng.integers(grey - 4, grey + 5, size=3)
+    background = rng.integers(grey - 4, grey + 5, size=3)  # nearly grey
     tints = rng.integers(-TINT, TINT + 1, size=(count, 3))
     return Scene(
         key=key,
@@ -280,7 +280,7 @@ def distinct_scenes(
     image_size: int = 64,
     variety: Variety = MAX_VARIETY,
 ) -> Iterator[Scene]:
-    """Yield scenes 0 .. count - 1 of a split, whose captions are false of all earlier scenes.
+    """Yield scenes 0 .. count - 1 of a split, drawn until no caption is true of another scene.
 
     After `MAX_ATTEMPTS` an ambiguous scene stays; `ambiguous_share` measures them.
     """

@@ -99,17 +99,17 @@ class FeatureHeader(_HeaderPart):
     def require_tower(self, folder: Path, tower: TowerKey) -> None:
         """Require that the features are of a tower; settings that the header lacks are empty."""
         stored = {name: self.tower.get(name, {}) for name in tower.settings}
-        self._refuse(folder, _difference("tower", stored, tower.settings))
+        self._require_equal(folder, "tower", stored, tower.settings)
         self.require(folder, {"weights": tower.weights})
 
     def require(self, folder: Path, expected: dict[str, Any]) -> None:
         """Require values of some fields, given in JSON's types."""
         stored = self.model_dump(mode="json")
         for name, value in expected.items():
-            self._refuse(folder, _difference(name, stored[name], value))
+            self._require_equal(folder, name, stored[name], value)
 
-    def _refuse(self, folder: Path, difference: str | None) -> None:
-        if difference is not None:
+    def _require_equal(self, folder: Path, name: str, stored: Any, expected: Any) -> None:
+        if (difference := _difference(name, stored, expected)) is not None:
             raise ConfigError(
                 f"{folder}: holds other features: {difference}; write features with these settings "
                 f"by: {MAKE}"

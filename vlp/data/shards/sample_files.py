@@ -230,9 +230,9 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
                 annotation = Annotation.model_validate_json(content)
             except ValidationError as error:
                 # Beside a caption, invalid fields are those of other tools: drop them.
-                bad = {str(problem["loc"][:1]) for problem in error.errors()}
-                annotation = _without(content, bad)
-                is_captioned = "()" not in bad and captions_of(annotation)  # (): no field's error
+                locations = [problem["loc"] for problem in error.errors()]
+                annotation = _without_fields(content, {loc[0] for loc in locations if loc})
+                is_captioned = all(locations) and captions_of(annotation)  # (): of the whole JSON
                 if not is_captioned and (text is None or not read(text).strip()):
                     raise
         if text is not None and not captions_of(annotation):
@@ -251,12 +251,11 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
     return annotation
 
 
-def _without(content: bytes, bad: set[str]) -> Annotation:
-    """Return an annotation without its `bad` fields; an empty one if it is no JSON object."""
+def _without_fields(content: bytes, invalid: set[int | str]) -> Annotation:
+    """Return an annotation without some fields; an empty one if it is no JSON object."""
     try:
         fields = dict(parse_json(content))
-        valid = {name: fields[name] for name in fields if str((name,)) not in bad}
-        return Annotation.model_validate(valid)
+        return Annotation.model_validate({n: fields[n] for n in fields if n not in invalid})
     except (ValueError, TypeError):
         return Annotation()
 

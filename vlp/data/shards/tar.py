@@ -203,6 +203,7 @@ def plain_members(data: bytes) -> list[Member] | None:
     position = 0
     while position < len(data):
         header = data[position : position + BLOCK]
+        # Byte 156 is the type of file; a prefix of the name begins at 345.
         if len(header) < BLOCK or header[156] not in _REGULAR or header[345:500].strip(b"\0"):
             return None
         for start, stop in _UNUSED:

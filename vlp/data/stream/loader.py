@@ -169,9 +169,6 @@ class BatchDataset(Dataset[Any]):
             return get_items(request.slots)
         return [self.samples[slot] for slot in request.slots]
 
-    def __getitem__(self, request: Request) -> Any:
-        return self.samples[request]
-
 
 class OrderedData:
     """Batches in the order of a sampler, the same for any number of ranks and workers.

@@ -194,20 +194,21 @@ class TrainingSampler:
         """Return entries [start, stop) of the shuffled order, as positions in the stream."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
-            index, offset = divmod(start, self.window)
-            first = index * self.window
+            window_index, offset = divmod(start, self.window)
+            first = window_index * self.window
             count = min(self.window, stop - first) - offset
-            permutation = self._permutation(epoch, stream, index, min(self.window, length - first))
+            size = min(self.window, length - first)
+            permutation = self._permutation(epoch, stream, window_index, size)
             parts.append(first + permutation[offset : offset + count].astype(np.int64))
             start += count
         return np.concatenate(parts)
 
-    def _permutation(self, epoch: int, stream: int, index: int, size: int) -> np.ndarray:
+    def _permutation(self, epoch: int, stream: int, window_index: int, size: int) -> np.ndarray:
         key, permutation = self._windows.get(stream, (None, None))
-        if key != (epoch, index) or permutation is None:
-            rng = make_rng(self.seed, epoch, stream, f"window {index}")
+        if key != (epoch, window_index) or permutation is None:
+            rng = make_rng(self.seed, epoch, stream, f"window {window_index}")
             permutation = rng.permutation(size).astype(self._position_type)
-            self._windows[stream] = (epoch, index), permutation
+            self._windows[stream] = (epoch, window_index), permutation
         return permutation
 
     def _epoch(self, epoch: int) -> EpochLayout:
@@ -230,20 +231,11 @@ class TrainingSampler:
                 rng = make_rng(self.seed, source_pass, source, "shards")
                 shards = rng.permutation(len(sizes))
                 ends = np.cumsum(sizes[shards]) + source_pass * total
-                starts = np.maximum(ends - sizes[shards], start)
-                stops = np.minimum(ends, stop)
-                mask = starts < stops
-                parts.append(
-                    np.stack(
-                        [
-                            np.full(mask.sum(), source),
-                            shards[mask],
-                            (starts - (ends - sizes[shards]))[mask],
-                            np.full(mask.sum(), source_pass),
-                            (stops - starts)[mask],
-                        ]
-                    )
-                )
+                begins = ends - sizes[shards]
+                starts, stops = np.maximum(begins, start), np.minimum(ends, stop)
+                sources, passes = np.full_like(shards, source), np.full_like(shards, source_pass)
+                chunks = np.stack([sources, shards, starts - begins, passes, stops - starts])
+                parts.append(chunks[:, starts < stops])
         return np.concatenate(parts, axis=1)
 
 
@@ -441,5 +433,5 @@ def _open_chunks(timeline: _Timeline, block: int) -> Iterator[int]:
     stop = int(np.searchsorted(timeline.first_blocks, block, side="right"))
     for chunk in reversed(range(stop)):
         if block - int(timeline.first_blocks[chunk]) >= len(timeline.cumulative[chunk]):
-            return
+            return  # earlier chunks have ended, too
         yield chunk

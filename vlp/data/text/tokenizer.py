@@ -85,7 +85,7 @@ class TextProcessor:
             if len(texts) == 1
             else self._tokenizer.encode_batch(texts)
         )
-        shape = len(texts), self.max_tokens
+        shape = len(texts), self.max_tokens  # explicit, as there may be no texts
         ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64).reshape(shape)
         attention = np.array(
             [encoding.attention_mask for encoding in encodings], dtype=np.bool_
