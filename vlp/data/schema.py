@@ -66,7 +66,7 @@ class Word(_Part):
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
 
     caption: int = Field(ge=0)
-    # Among the caption's words and punctuation marks, as BERT splits them.
+    # Among the caption's words and punctuation table, as BERT splits them.
     index: int = Field(ge=0)
     word: str
     # `colour`, `shape`, `object`, or `objects` if several objects have the name.
@@ -130,22 +130,22 @@ def captions_of(annotation: Annotation) -> list[str]:
 
 
 @cache
-def _marks() -> dict[int, int | None]:
-    marks = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
+def _punctuation_table() -> dict[int, int | None]:
+    table = str.maketrans("-/", "  ", ",.'!?\"()*#:;~")  # as ALBEF prepares captions
     for code in range(128, 1 << 16):
         category = unicodedata.category(chr(code))
         # Invisible characters and typographic quotes go; other punctuation separates words.
         if category in ("Cf", "Pi", "Pf"):
-            marks[code] = None
+            table[code] = None
         elif category[0] == "P":
-            marks[code] = ord(" ")
-    return marks
+            table[code] = ord(" ")
+    return table
 
 
 def normalised_caption(text: str) -> str:
     """Return a caption in lower case without punctuation and repeated spaces, for comparison."""
     plain = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(plain.translate(_marks()).split()) or plain
+    return " ".join(plain.translate(_punctuation_table()).split()) or plain
 
 
 def caption_numbers(annotation: Annotation) -> list[int]:

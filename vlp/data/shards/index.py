@@ -26,7 +26,7 @@ from vlp.config import ConfigError
 from vlp.data.file_names import split_of
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SampleFiles, ShardFile
-from vlp.data.shards.tar import BLOCK, open_tar
+from vlp.data.shards.tar import BLOCK, open_tar, readable
 from vlp.io import atomic_write
 
 
@@ -59,7 +59,7 @@ class ShardEntry(NamedTuple):
     uncaptioned: int
 
 
-_NAME = re.compile(r"[^/\x00-\x1f]+\.tar")
+_NAME = re.compile(r"[^/\x00-\x1f\ud800-\udfff]+\.tar")  # surrogates: bytes that are not UTF-8
 _TABLE_NAME = re.compile(rb"samples-[0-9a-f]+\.npy")
 _ROWS_AT_ONCE = 2**13
 _NAMES_AT_ONCE = 2**16
@@ -340,6 +340,11 @@ def index_folder(
     if not paths:
         raise ConfigError(no_shards_in(folder))
     require_single_split(folder, [path.name for path in paths])
+    if invalid := [path for path in paths if not _NAME.fullmatch(path.name)]:
+        raise ConfigError(
+            f"{readable(f'{invalid[0]}')}: rename this shard; its name is not UTF-8, or holds "
+            "control characters"
+        )
     problems, shards = [], []
     try:
         for shard, _, problem in mapped(_without_keys, paths):
@@ -352,7 +357,7 @@ def index_folder(
     except OSError as error:
         path = error.filename or folder / INDEX_NAME
         raise ConfigError(
-            f"{path}: {error.strerror}; the folder has no index yet, solve this and run again"
+            f"{path}: {error.strerror}; no index was written, solve this and run again"
         ) from error
     return problems
 
