@@ -36,7 +36,7 @@ def overlaps(box: Sequence[float], size: Size) -> bool:
 def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | None]:
     """Clip a box to an image; return the kind of fault or None, and the clipped box.
 
-    The box is None if none of it lies in the image, or if it seems relative to the image's sides.
+    The box is None if it lies outside of the image, or if it seems relative to the image's sides.
     """
     if not overlaps(box, size):
         return OUTSIDE, None

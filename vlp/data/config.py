@@ -85,7 +85,7 @@ class AugmentConfig(Config):
 
     @property
     def keeps_images(self) -> bool:
-        """Whether training images are prepared as in evaluation, without crop, flip and colour."""
+        """Whether nothing is augmented: training images are prepared as in evaluation."""
         return not (self.randaugment or self.hflip) and self.crop_scale == (1.0, 1.0)
 
 

@@ -102,7 +102,7 @@ def statement_annotation(statement: Statement | BoxStatement) -> Annotation:
 
 
 def snli_ve_annotation(triple: SnliVeTriple) -> Annotation:
-    """Annotate an SNLI-VE triple, whose image has a curtain (`cover`)."""
+    """Annotate an SNLI-VE triple; `scene["cover"]` is the place behind the curtain."""
     return Annotation(
         premise=triple.premise,
         hypothesis=triple.hypothesis,

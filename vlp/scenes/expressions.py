@@ -14,7 +14,7 @@ from vlp.scenes.graph import Meaning, ObjectPhrase, Scene, holds, main_relation,
 
 
 class ReferringExpression(NamedTuple):
-    """A phrase, the index of its object, and its claim, whose first noun is the object."""
+    """A phrase, the index of its object, and its claim; the claim's first noun is the object."""
 
     text: str
     obj: int

@@ -1,4 +1,4 @@
-"""Statements about images of three boxes like those of NLVR v1 (Suhr et al., ACL 2017).
+"""Statements about images of three boxes, like NLVR v1 (Suhr et al., ACL 2017).
 
 A box holds scattered items or a tower of blocks. Sentences are drawn from tables of rules, which
 imitate the sentences of NLVR v1's dev and test splits. On its third split, which the rules do not
@@ -181,8 +181,8 @@ def some(values: Iterable[bool | None]) -> bool | None:
 
 def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
     """Return `holds` of the number of true values; None if it depends on unknown values."""
-    known = values.count(True)
-    readings = {holds(known + more) for more in range(1 + values.count(None))}
+    count = values.count(True)
+    readings = {holds(count + more) for more in range(1 + values.count(None))}
     return readings.pop() if len(readings) == 1 else None
 
 

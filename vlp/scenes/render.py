@@ -29,7 +29,7 @@ def render(scene: Scene) -> Image.Image:
 
 
 def encode_png(image: Image.Image) -> bytes:
-    """Encode an image as PNG, whose pixels are the same with any decoder."""
+    """Encode an image as PNG, which any decoder reads to the same pixels."""
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", compress_level=6)
     return buffer.getvalue()

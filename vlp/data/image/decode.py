@@ -194,7 +194,7 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 
 
 class EncodedImage:
-    """An encoded image whose header is read at once, its pixels on demand; raises BadSample."""
+    """An encoded image: its header is read at once, its pixels on demand; raises BadSample."""
 
     def __init__(self, data: bytes, where: str) -> None:
         self._data, self._where = data, where

@@ -302,7 +302,7 @@ class CachedFile(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path in the cache's folder; files of one name but other content differ in path."""
+        """Path in the cache's folder, with the SHA-256, if known, and the length in its name."""
         source = hashlib.blake2b(self.folder.url.encode(), digest_size=8).hexdigest()
         return f"{source}/{self.name}.{(self.sha256 or 'unknown')[:16]}.{self.bytes}"
 

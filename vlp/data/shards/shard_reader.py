@@ -170,7 +170,7 @@ class ShardIndex:
         cache: ShardCache | None = None,
         outages: OutageConfig = DEFAULT_OUTAGES,
     ) -> ShardIndex:
-        """Read the index of a folder, or of a URL, whose shards are downloaded to `cache`."""
+        """Read the index of a folder or URL; shards of a URL are downloaded to `cache`."""
         if is_url(folder):
             return cls._open_remote(str(folder), cache, outages)
         folder = Path(folder)

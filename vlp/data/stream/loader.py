@@ -115,7 +115,7 @@ class ShardAwareBatchSampler:
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield each batch's shards to prefetch: those of the next window spread over batches."""
+        """Yield each batch's shards to prefetch; a window's shards are spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
         last, per_batch = (-1, 0), 0
         for step in self._sampler.steps(self._consumed, self._batch):
@@ -398,7 +398,7 @@ def indexed_data(
 ) -> OrderedData:
     """Return batches of `count` samples, each once per epoch, the same for any number of ranks.
 
-    `collate` gets a rank's good samples (perhaps none) and its bad ones.
+    `collate` gets a rank's good samples (maybe an empty list) and its bad ones.
     """
     if batch % config.canonical_streams:
         raise ConfigError(
