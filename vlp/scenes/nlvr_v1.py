@@ -192,8 +192,7 @@ def the_only(values: Iterable[bool | None]) -> bool | None:
     return readings[0] if len(readings) == 1 else None
 
 
-# None: a statement can be read either way.
-Truth = bool | None
+Truth = bool | None  # None: readers may differ
 
 _RULE = re.compile(r'([A-Z][\w ]*?)(?:\*(\d+))?(?: of a (box|tower))?: ([^"]*)"(.*)" ?(.*)')
 _CALL = re.compile(r"(\w+)\((.*)\)")
@@ -201,7 +200,7 @@ _ARGUMENT = re.compile(r"[^,()]+(?:\([^)]*\))?")
 _CHOICE = re.compile(r"<([^<>]*)>|\{([A-Z ]+)\}")
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
 _HOW = ("exactly", "exactly", "only", "just", "at least", "at least", "at most", "more than")
-_BOUNDS: dict[str, Callable[[int, int], Truth]] = {
+_BOUNDS: dict[str, Callable[[int, int], Truth]] = {  # of k items, for a text that says n
     "": lambda k, n: None if k > n else k == n,
     **dict.fromkeys(("exactly", "only", "just"), operator.eq),
     **dict.fromkeys(("at least", "atleast"), operator.ge),
@@ -216,7 +215,7 @@ class Phrase(NamedTuple):
     """Words, and their truth of a subject: an item, a box or all boxes."""
 
     text: str
-    true: Callable[[Any], Truth] = lambda about: True
+    true: Callable[[Any], Truth] = lambda subject: True
 
     def __format__(self, spec: str) -> str:
         return self.text
@@ -236,20 +235,20 @@ class Count(NamedTuple):
         return f"{self.words} {noun}{ending}" if noun else self.words
 
 
-# A rule of a table reads `NAME*weight of a box: draws "text" truth`. The weight is how often it
-# makes a sentence of its own; `of a box` (or `tower`) marks a text about one box, and the rule
-# `SOME` adds the number of such boxes. Draws are made in order. A draw's value is
+# A rule of a table reads `NAME*weight of a box: draws "text" truth`. Rules with `*weight` are whole
+# sentences, with that frequency. `of a box` (or `tower`) marks a text about one box, to which the
+# rule `SOME` adds the number of such boxes. Draws are made in order. A draw's value is
 #
-#     NAME or NAME a          the phrase of another rule
-#     noun, count(4), x       what an entry of `_CHOICES` draws; a value that was drawn before
-#     <left|right>            one of some values
+#     NAME or NAME a          phrase of another rule
+#     noun, count(4), x       draw of `_CHOICES`; earlier draw
+#     <left|right>            one of the values
 #     either(.3, YES, NO)     the first with probability .3, else the second
-#     case(NAME, form)        the rule `NAME a` where `form` is "a", or else `NAME`
+#     case(NAME, form)        phrase of `NAME a` if `form` is "a" and this rule exists, or `NAME`
 #
-# The text holds values in braces ("{n:be} {n:{x}}": a quantity with its verb and its noun), rules
+# The text holds draws in braces ("{n:be} {n:{x}}": verb, then quantity with its noun), rules
 # ("{HAVING}"), and choices of equal probability ("<with|having>"). The truth joins phrases and
-# truth functions by "&" (default: the phrase `said`); before a colon, `each`, `any`, `many` (`n` of
-# them) or `all` (items of all boxes together) leads from boxes to one.
+# truth functions by "&" (default: the phrase `said`). A prefix applies it to boxes: to `each`,
+# `any` or `many` (`n`) of them, or to the items of `all` boxes together. `d` has a rule's draws.
 class Grammar:
     """Generator of phrases from a table of rules (above) and truth functions."""
 
@@ -302,8 +301,8 @@ class Grammar:
                 choice = arguments[1 if rng.random() < float(arguments[0]) else 2]
                 return self._value(choice, rng, d)
             if name == "case":
-                special = f"{arguments[0]} {operator.attrgetter(arguments[1])(d)}"
-                return self.draw(special if special in self.rules else arguments[0], rng, d)
+                variant = f"{arguments[0]} {operator.attrgetter(arguments[1])(d)}"
+                return self.draw(variant if variant in self.rules else arguments[0], rng, d)
             return _CHOICES[name](rng, *(getattr(d, a, None) or literal_eval(a) for a in arguments))
         if token in self.rules:
             return self.draw(token, rng, d)
