@@ -62,15 +62,15 @@ def test_only_the_pixels_differ(shards, configuration, tmp_path, workers):
     out = make_features(config, tmp_path / "out", "--views", 3)
     plain, cached = data_of(config), data_of(config, f"data.features={out}")
     stored = StoredFeatures(out).require(Preprocessing(16), cached.indices)[0]
-    seen, skipped = set(), []
-    for (one, consumed), (other, also) in zip(plain.batches(stop_after=9), cached.batches()):
+    views, skipped = set(), []
+    for (first, consumed), (other, also) in zip(plain.batches(stop_after=9), cached.batches()):
         assert consumed == also
-        for name, left, right in zip(Batch._fields, one, other):
+        for name, left, right in zip(Batch._fields, first, other):
             if isinstance(left, torch.Tensor) and name != "pixels":
                 assert torch.equal(left, right), name
         places = [
             [(skip.kind, skip.where.split(" (")[0]) for skip in batch.skipped]
-            for batch in (one, other)
+            for batch in (first, other)
         ]
         assert places[0] == places[1]
         skipped += places[1]
@@ -81,17 +81,17 @@ def test_only_the_pixels_differ(shards, configuration, tmp_path, workers):
         assert torch.equal(there.pixels, other.pixels.float())
         assert torch.equal(there.to("cpu").pixels, there.pixels)
         for row, number in zip(other.pixels[other.valid], other.sample_ids[other.valid].tolist()):
-            seen.add((number, row.numpy().tobytes()))
+            views.add((number, row.numpy().tobytes()))
     assert {kind for kind, _ in skipped} == {"unreadable image", "no text"}
     assert len({where for _, where in skipped}) == 3
-    known = {
+    numbers = {
         stored.read(shard, sample, view).numpy().tobytes()
         for shard, entry in enumerate(cached.indices[0].shards)
         for sample in range(entry.samples)
         for view in range(3)
     }
-    assert {row for _, row in seen} <= known
-    assert len({number for number, _ in seen}) < len(seen)  # several views of an image came
+    assert {row for _, row in views} <= numbers
+    assert len({number for number, _ in views}) < len(views)  # several views of an image came
 
 
 def test_a_resumed_run_sees_the_same(shards, configuration, tmp_path):
@@ -140,9 +140,9 @@ def test_images_that_are_not_augmented_have_their_plain_view(shards, configurati
     batch = next(data_of(config, f"data.features={out}", augment).batches())[0]
     shards = enumerate(stored._shards)
     plain = torch.stack([stored.read(s, n, 0) for s, (_, count) in shards for n in range(count)])
-    found = batch.pixels[batch.valid]
-    assert len(found)
-    assert all((row == plain).flatten(1).all(1).any() for row in found)
+    rows = batch.pixels[batch.valid]
+    assert len(rows)
+    assert all((row == plain).flatten(1).all(1).any() for row in rows)
     assert stored.views(0, 0, True, "") == [0]
 
 
@@ -193,8 +193,8 @@ def test_sources_may_be_fewer_and_in_another_order(make_shards, configuration, t
     out = make_features(config, tmp_path / "out")
     features = StoredFeatures(out)
     here = [ShardIndex.open(folder) for folder in (second, first)]
-    found = features.require(Preprocessing(16), here)
-    assert [source.number for source in found] == [1, 0]
+    sources = features.require(Preprocessing(16), here)
+    assert [source.number for source in sources] == [1, 0]
     assert [source.number for source in features.require(Preprocessing(16), here[:1])] == [1]
 
 
@@ -245,10 +245,10 @@ def test_features_are_the_towers_rounded(make_shards, configuration, tmp_path, d
                 assert codes[sample, view] == (FLIPPED if flipped else PLAIN)
         for start in range(0, count, 2):  # 6 views of a pass
             with torch.no_grad():
-                wanted = tower(views[start : start + 2].flatten(0, 1))
+                expected = tower(views[start : start + 2].flatten(0, 1))
             stored = torch.from_numpy(features[start : start + 2].view(np.int16))
             stored = stored.view(getattr(torch, dtype)).flatten(0, 1)
-            assert torch.equal(stored, wanted.to(stored.dtype))
+            assert torch.equal(stored, expected.to(stored.dtype))
     assert (np.concatenate([codes for _, codes in arrays(out)])[:, 0] == PLAIN).all()
     assert {0, 1} == set(np.concatenate([codes[:, 1] for _, codes in arrays(out)]))
 
@@ -265,8 +265,8 @@ def test_the_first_view_is_averaged_with_its_flip(make_shards, configuration, tm
     with torch.no_grad():
         straight, flipped = tower(torch.stack([image, image.flip(-1)]))
     back = flipped[1:].unflatten(0, (4, 4)).flip(1).flatten(0, 1)
-    wanted = (straight + torch.cat([flipped[:1], back])) / 2
-    assert np.allclose(averaged[0, 0], wanted.numpy(), atol=5e-3)
+    expected = (straight + torch.cat([flipped[:1], back])) / 2
+    assert np.allclose(averaged[0, 0], expected.numpy(), atol=5e-3)
     assert not np.allclose(averaged[0, 0], plain[0, 0], atol=5e-3)
 
 

@@ -71,8 +71,8 @@ def test_class_folders_may_hold_folders_and_any_extension(folder, tmp_path):
         images = open_labelled(str(place))
         assert images.classes == CLASSES
         read = [images.read(number) for number in range(len(images))]
-        assert [one.label for one in read] == [0] * 8 + [1] * 12
-        assert {one.image.getpixel((0, 0)) for one in read[8:]} == {COLOURS["red"]}
+        assert [row.label for row in read] == [0] * 8 + [1] * 12
+        assert {row.image.getpixel((0, 0)) for row in read[8:]} == {COLOURS["red"]}
 
 
 def test_loops_of_links_end(folder):
@@ -90,7 +90,7 @@ def test_of_two_members_of_a_name_the_later_counts(folder, tmp_path):
     images = open_labelled(str(tmp_path / "a.tar"))
     assert len(images) == 16
     read = [images.read(number) for number in range(16)]
-    assert sorted(one.image.getpixel((0, 0)) for one in read if one.label == 0)[-1] == (255, 0, 0)
+    assert sorted(row.image.getpixel((0, 0)) for row in read if row.label == 0)[-1] == (255, 0, 0)
 
 
 def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
@@ -154,13 +154,13 @@ def test_a_shift_moves_the_image_over_black(folder):
     whole = np.asarray(image, dtype=np.float32) / 255
     padded = np.pad(whole, ((2, 2), (2, 2), (0, 0)))
     windows = [padded[a : a + 8, b : b + 8] for a in range(5) for b in range(5)]
-    seen = set()
+    kinds = set()
     for seed in range(60):
         pixels = samples.pixels(image, rng_for(seed)).permute(1, 2, 0).numpy()
         hits = [n for n, window in enumerate(windows) if np.allclose(window, pixels, atol=1e-6)]
         assert len(hits) == 1
-        seen.update(hits)
-    assert len(seen) > 15
+        kinds.update(hits)
+    assert len(kinds) > 15
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_augmentation_is_a_function_of_its_draws(folder, augment):
     samples = LabelledSamples(open_labelled(str(folder)), config(folder, augment=augment))
     noise = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     image = Image.fromarray(noise)
-    one = samples.pixels(image, rng_for(1))
+    first = samples.pixels(image, rng_for(1))
     np.random.seed(5)
     state = np.random.get_state()[1].copy()
-    assert torch.equal(samples.pixels(image, rng_for(1)), one)
+    assert torch.equal(samples.pixels(image, rng_for(1)), first)
     assert np.array_equal(np.random.get_state()[1], state)  # the global generators are as before
     others = [samples.pixels(image, rng_for(seed)) for seed in range(2, 8)]
-    assert any(not torch.equal(one, other) for other in others)
+    assert any(not torch.equal(first, other) for other in others)
     assert torch.isfinite(torch.stack(others)).all()
 
 

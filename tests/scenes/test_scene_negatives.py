@@ -20,16 +20,16 @@ def test_pairs_differ_only_in_what_they_should(kind, split):
         ours, theirs = words_of(pair.caption.text), words_of(pair.foil.text)
         assert ours != theirs
         if kind == "relation":
-            ((word, other),) = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
-            assert BACK[word] == other
+            ((word, after),) = [(a, b) for a, b in zip(ours, theirs, strict=True) if a != b]
+            assert BACK[word] == after
         elif kind == "place":
             # One object alone has moved, and touches no other.
-            assert sum(one.box != other.box for one, other in places) == 1
+            assert sum(before.box != after.box for before, after in places) == 1
             assert pair.caption.meaning.nouns[0].place != pair.foil.meaning.nouns[0].place
         elif kind == "distance":
             # The second object of the caption has moved, and one word has changed.
             assert sum(a != b for a, b in zip(ours, theirs, strict=True)) == 1
-            (obj,) = [one for one, other in places if one.box != other.box]
+            (obj,) = [before for before, after in places if before.box != after.box]
             assert (obj.colour, obj.shape) == pair.caption.meaning.nouns[1][1::-1]
         else:
             assert sorted(ours) == sorted(theirs)
@@ -67,24 +67,24 @@ def test_each_caption_is_true_of_one_image_only(kind):
 
 def _true(caption, scene):
     """Look the named objects up in the scene and compare their centres, or edges."""
-    named = []
+    boxes = []
     for noun in caption.meaning.nouns[:2]:
         fits = [
             obj for obj in scene.objects if (obj.colour, obj.shape) == (noun.colour, noun.shape)
         ]
         if not fits:
             return False
-        named.append(fits[0].box)
+        boxes.append(fits[0].box)
     if not caption.meaning.relations:
-        (x, y, width, height), side = named[0], scene.image_size
+        (x, y, width, height), side = boxes[0], scene.image_size
         column = ("left", "", "right")[int((x + width / 2) / side * 3)]
         row = ("top", "", "bottom")[int((y + height / 2) / side * 3)]
         return caption.meaning.nouns[0].place == (f"{row} {column}".strip() or "centre")
     ((subject, relation, reference),) = caption.meaning.relations
     if relation in ("near", "far"):
         # The least distance along either axis of any two points of the boxes, in 64ths.
-        points = [[np.arange(box[a], box[a] + box[a + 2] + 1) for a in (0, 1)] for box in named]
+        points = [[np.arange(box[a], box[a] + box[a + 2] + 1) for a in (0, 1)] for box in boxes]
         least = max(np.abs(a[:, None] - b).min() for a, b in zip(*points, strict=True))
         assert 10 < least <= 16 or least >= 24
         return (relation == "near") == bool(least <= 16)
-    return centre_distance(named[subject], relation, named[reference]) > 0
+    return centre_distance(boxes[subject], relation, boxes[reference]) > 0

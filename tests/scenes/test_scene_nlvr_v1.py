@@ -22,19 +22,19 @@ COUNT = (
 NOUN = r"(?:(yellow|blue|black) )?(item|object|circle|square|triangle|block)s?"
 
 
-def _holds(how, word, found):
+def _holds(how, word, count):
     number = NUMBERS.index(word) if word in NUMBERS else 1 if word == "a" else int(word)
     if word == "a":
-        return found >= 1
+        return count >= 1
     if how in ("at least", "atleast"):
-        return found >= number
+        return count >= number
     if how == "more than":
-        return found > number
+        return count > number
     if how == "at most":
-        return None if found == 0 else found <= number
-    if how is None and word != "no" and found > number:
+        return None if count == 0 else count <= number
+    if how is None and word != "no" and count > number:
         return None
-    return found == number
+    return count == number
 
 
 def _fits(item, colour, noun):
@@ -44,12 +44,12 @@ def _fits(item, colour, noun):
 def _true(text, boxes):
     """What a reader makes of some kinds of statement; "unread" of the others."""
     items = [item for box in boxes for item in box]
-    if found := re.fullmatch(rf"there (?:is|are) {COUNT} {NOUN}", text):
-        how, word, *noun = found.groups()
+    if match := re.fullmatch(rf"there (?:is|are) {COUNT} {NOUN}", text):
+        how, word, *noun = match.groups()
         return _holds(how, word, sum(_fits(item, *noun) for item in items))
     touching = rf"there (?:is|are) {COUNT} {NOUN} (?:closely )?touching (.*)"
-    if found := re.fullmatch(touching, text):
-        how, word, colour, noun, place = found.groups()
+    if match := re.fullmatch(touching, text):
+        how, word, colour, noun, place = match.groups()
 
         def walls(item):
             edges = {"left": item.x, "top": item.y, "right": SIDE - item.x - item.size,
@@ -63,14 +63,14 @@ def _true(text, boxes):
 
         number = sum(_fits(item, colour, noun) and there(item) for item in items)
         return _holds(how, word, number)
-    if found := re.fullmatch(
+    if match := re.fullmatch(
         rf"there is a (?:box|tower) (?:with|(?:that|which) (?:has|contains)) {COUNT} {NOUN}", text
     ):
-        how, word, *noun = found.groups()
+        how, word, *noun = match.groups()
         values = [_holds(how, word, sum(_fits(i, *noun) for i in box)) for box in boxes]
         return True if True in values else None if None in values else False
-    if found := re.fullmatch(r"there is a tower with a (\w+) block at the (\w+)", text):
-        colour, place = found.groups()
+    if match := re.fullmatch(r"there is a tower with a (\w+) block at the (\w+)", text):
+        colour, place = match.groups()
         lowest = {"top": min, "base": max, "bottom": max}[place]
         return any(lowest(box, key=lambda i: i.y).colour == colour for box in boxes)
     return "unread"
@@ -81,13 +81,13 @@ def _true(text, boxes):
 def test_labels_are_right_and_the_words_say_nothing(same_items):
     labels, read = defaultdict(list), 0
     for index in range(1000):
-        told = sample_box_statement(0, index, same_items=same_items)
-        found = _true(told.text.rstrip("."), told.scene.boxes)
-        if found != "unread":
+        statement = sample_box_statement(0, index, same_items=same_items)
+        truth = _true(statement.text.rstrip("."), statement.scene.boxes)
+        if truth != "unread":
             read += 1
-            assert found is told.label, (told.text, told.scene)
-        for word in {"all", *told.text.split()}:
-            labels[word].append(told.label)
+            assert truth is statement.label, (statement.text, statement.scene)
+        for word in {"all", *statement.text.split()}:
+            labels[word].append(statement.label)
     assert read > 120
     for word, values in labels.items():
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
@@ -95,8 +95,8 @@ def test_labels_are_right_and_the_words_say_nothing(same_items):
 
 def test_a_number_is_a_statement_and_splits_differ():
     assert sample_box_statement(0, 5) == sample_box_statement(0, 5)
-    told = [sample_box_statement(seed, 5, split) for seed in (0, 1) for split in ("train", "val")]
-    assert len({(one.text, one.scene) for one in told}) == 4
+    items = [sample_box_statement(seed, 5, split) for seed in (0, 1) for split in ("train", "val")]
+    assert len({(item.text, item.scene) for item in items}) == 4
 
 
 @pytest.mark.parametrize("towers", [True, False])

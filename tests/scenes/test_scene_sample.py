@@ -53,11 +53,11 @@ def test_objects_lie_apart_inside_the_image_and_their_place(index, size):
         assert max(x + width, y + height) <= size
         column, row = int((x + width / 2) * 3 / size), int((y + height / 2) * 3 / size)
         assert PLACES[3 * row + column] == obj.place
-    for one, other in combinations(scene.objects, 2):
-        ends = [min(one.box[a] + one.box[a + 2], other.box[a] + other.box[a + 2]) for a in (0, 1)]
-        assert not all(ends[a] > max(one.box[a], other.box[a]) for a in (0, 1))
-        assert one.place != other.place
-        assert (one.colour, one.shape) != (other.colour, other.shape)
+    for left, right in combinations(scene.objects, 2):
+        ends = [min(left.box[a] + left.box[a + 2], right.box[a] + right.box[a + 2]) for a in (0, 1)]
+        assert not all(ends[a] > max(left.box[a], right.box[a]) for a in (0, 1))
+        assert left.place != right.place
+        assert (left.colour, left.shape) != (right.colour, right.shape)
 
 
 def _share(scenes):
@@ -91,12 +91,12 @@ UNSEEN = {
 
 
 def _families(scene):
-    found = set()
-    for one, other in combinations(scene.objects, 2):
-        right, down = (centre_distance(one.box, words, other.box) for words in ("left", "above"))
+    families = set()
+    for first, second in combinations(scene.objects, 2):
+        right, down = (centre_distance(first.box, words, second.box) for words in ("left", "above"))
         direction = "horizontal" if abs(right) >= abs(down) else "vertical"
-        found.add((direction, frozenset({one.shape, other.shape})))
-    return found
+        families.add((direction, frozenset({first.shape, second.shape})))
+    return families
 
 
 def test_training_never_shows_the_unseen_relations():

@@ -93,23 +93,23 @@ def safetensors_header(rng, data):
 
 def mutated(rng, name, data, other):
     """Change a file once or twice as its suffix suggests; `other` is content to splice in."""
-    own = [*BYTES, length_field, lambda rng, data: splice(rng, data, other)]
+    mutations = [*BYTES, length_field, lambda rng, data: splice(rng, data, other)]
     if name.endswith((".json", ".jsonl")) and data[:1] in (b"{", b"["):
-        own += [_spliced_json] * 8 + [token]
+        mutations += [_spliced_json] * 8 + [token]
     elif name.endswith((".yaml", ".csv", ".tsv", ".txt", "SUMS")):
-        own += [token] * 6
+        mutations += [token] * 6
     elif name.endswith(".safetensors"):
-        own += [safetensors_header] * 6
+        mutations += [safetensors_header] * 6
     elif name.endswith(".tar"):
-        own += TARS
+        mutations += TARS
     elif name.endswith((".zip", ".npz", ".pth")):
-        own += [zip_field] * 8
+        mutations += [zip_field] * 8
     if name.endswith((".gz", ".bz2", ".xz")):
-        own += [bomb]
+        mutations += [bomb]
     if name.endswith((".zip", ".npz")):
-        own += [zip_bomb]
+        mutations += [zip_bomb]
     for _ in range(1 + (rng.random() < 0.3)):
-        change = own[int(rng.integers(len(own)))]
+        change = mutations[int(rng.integers(len(mutations)))]
         # Nothing may be left by the first one of what the second one looks for.
         with suppress(ValueError, RecursionError):
             data = change(rng, data)

@@ -160,15 +160,15 @@ def slots(folder):
     )
     data = PretrainData(config, INPUTS, 1, seed=1, text=TEXT)
     [index] = data.indices
-    found = []
+    outcomes = []
     for shard, entry in enumerate(index.shards):
         for position in range(entry.samples):
             slot = data.samples[Request(0, SampleIndex(0, shard, position, 0))]
             if slot.skip is not None:
                 assert slot.skip.kind in KINDS
                 assert "\n" not in slot.skip.where.strip(), slot.skip
-            found.append((entry.name, slot.valid))
-    return found
+            outcomes.append((entry.name, slot.valid))
+    return outcomes
 
 
 TEXT = tiny_text()
@@ -267,7 +267,7 @@ def make_run(folder):
     make_config(folder)
     (folder / "run.yaml").rename(folder / "config.yaml")
     steps = [{"step": n, "loss": 1.5 / n, "samples": 64 * n} for n in range(1, 5)]
-    (folder / "log.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    (folder / "log.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     report = {"steps": 4, "skipped_samples": {"no text": 3}, "seconds": 2.5}
     (folder / "report.json").write_text(json.dumps(report))
     figure = {"value": 0.5, "low": 0.4, "high": 0.6, "chance": 0.1}
@@ -445,12 +445,12 @@ def read_lists(folder, before, target):
     if target.endswith("json") or target.startswith("images"):
         arguments = ["flickr8k", "--annotations", folder / "karpathy.json"]
         arguments += ["--images", folder / "images", "--out", folder / "out", "--processes", 1]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         code = data_tools([*map(str, arguments)])
-    assert code in (0, 2), (code, said.getvalue())
+    assert code in (0, 2), (code, stderr.getvalue())
     if code == 2:
-        raise ConfigError(said.getvalue().strip().rpartition("\r")[2].splitlines()[-1])
+        raise ConfigError(stderr.getvalue().strip().rpartition("\r")[2].splitlines()[-1])
 
 
 def make_annotations(folder):

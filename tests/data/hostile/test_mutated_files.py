@@ -69,11 +69,11 @@ def attempt(number, folder):
             try:
                 reader.read(folder, files, target)
             except reader.errors as error:
-                told = str(error)
+                text = str(error)
                 # A configuration has a line for each of its faults.
                 listed = name in ("configuration", "model", "checkpoint")
-                if not told.strip() or ("\n" in told and not listed):
-                    return f"{about}: no sentence, but {type(error).__name__} {told[:500]!r}"
+                if not text.strip() or ("\n" in text and not listed):
+                    return f"{about}: no sentence, but {type(error).__name__} {text[:500]!r}"
     except Hang as error:
         return f"{about}: {error}"
     except AssertionError as error:

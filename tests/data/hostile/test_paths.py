@@ -150,9 +150,9 @@ def test_archives_write_nothing_by_the_names_in_them(tmp_path):
     room.mkdir()
     for archive_name in ("a.tar.gz", "b.zip"):
         with guarded(room) as seen, unpack_archives([tmp_path / archive_name], room) as places:
-            found = Originals(places)
-            assert [found.read(name) for name in names] == [PNG] * 3
-            assert found.read("linked.png") is None
+            originals = Originals(places)
+            assert [originals.read(name) for name in names] == [PNG] * 3
+            assert originals.read("linked.png") is None
         assert not seen
 
 

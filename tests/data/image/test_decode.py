@@ -54,11 +54,11 @@ def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(decode, kin
     refused = 0
     for length in range(len(data)):
         try:
-            found = decode(data[:length])
+            pixels = decode(data[:length])
         except BadSample:
             refused += 1
             continue
-        assert found in whole, length
+        assert pixels in whole, length
     assert refused > 0.9 * len(data)
 
 
@@ -67,9 +67,9 @@ def test_images_of_every_mode_look_the_same(mode):
     kind = "jpeg" if mode == "CMYK" else "png"
     original = Image.open(BytesIO(photo("png"))).convert(mode)
     expected = np.asarray(original.convert("RGB"), dtype=int)
-    found = np.asarray(decode_image(encoded(original, kind), "x"), dtype=int)
-    assert abs(found - expected).max() <= (30 if kind == "jpeg" else 0)
-    assert found.std() > 10
+    decoded = np.asarray(decode_image(encoded(original, kind), "x"), dtype=int)
+    assert abs(decoded - expected).max() <= (30 if kind == "jpeg" else 0)
+    assert decoded.std() > 10
 
 
 def test_what_is_transparent_shows_white():
@@ -334,9 +334,9 @@ def test_limits_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("VLP_LIMITS", "")
     set_limits(Limits(pixels=7))
     assert limits() == Limits(pixels=7)
-    for text, told in (("{pixel: 7}", "did you mean 'pixels'"), ("7", "a mapping"), ("{", "YAML")):
+    for text, hint in (("{pixel: 7}", "did you mean 'pixels'"), ("7", "a mapping"), ("{", "YAML")):
         monkeypatch.setenv("VLP_LIMITS", text)
-        with pytest.raises(ConfigError, match=f"VLP_LIMITS: .*{told}"):
+        with pytest.raises(ConfigError, match=f"VLP_LIMITS: .*{hint}"):
             limits()
 
 
@@ -346,17 +346,17 @@ def test_limits_come_from_the_environment(monkeypatch):
 def test_levels_of_a_jpeg_are_exactly_pillows(subsampling, progressive, mode):
     image = blobs(0, (91, 67)).convert(mode)
     data = encoded(image, subsampling=subsampling, progressive=progressive, quality=80)
-    found = EncodedImage(data, "x").decode()
-    assert found.dtype == torch.uint8
-    assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
+    decoded = EncodedImage(data, "x").decode()
+    assert decoded.dtype == torch.uint8
+    assert torch.equal(decoded, pil_to_tensor(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "gif", "bmp"])
 def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
     data = encoded(blobs(0, (90, 70)), kind)
     for least in ((0, 0), (5, 5)):
-        found = EncodedImage(data, "x").decode(least)
-        assert torch.equal(found, pil_to_tensor(decode_image(data, "x")))
+        decoded = EncodedImage(data, "x").decode(least)
+        assert torch.equal(decoded, pil_to_tensor(decode_image(data, "x")))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

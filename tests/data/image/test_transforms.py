@@ -130,9 +130,9 @@ def test_a_crop_is_resized_as_pillow_does():
     for image in (photo(*size), Image.fromarray(noise)):
         for seed in range(10):
             box = random_crop(*size, config.crop_scale, np.random.default_rng(seed))
-            found = train.augment(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
+            result = train.augment(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
             expected = np.array(image.crop(box).resize((48, 48), Image.Resampling.BICUBIC))
-            difference = np.abs(found.astype(int) - expected)
+            difference = np.abs(result.astype(int) - expected)
             assert difference.mean() < 0.35
             assert (difference > 1).mean() < 0.01
 
@@ -143,8 +143,8 @@ def test_encoded_images_give_what_decoded_ones_give(config):
     encoded = EncodedImage(jpeg(photo(60, 44), quality=95), "x")
     train = TrainTransform(config, Preprocessing(32))
     for seed in range(10):
-        found = train(encoded, np.random.default_rng(seed), "x")
-        assert torch.equal(found, train(encoded.image(), np.random.default_rng(seed), "x"))
+        augmented = train(encoded, np.random.default_rng(seed), "x")
+        assert torch.equal(augmented, train(encoded.image(), np.random.default_rng(seed), "x"))
 
 
 def test_a_reduced_image_shows_the_same_crop():
@@ -185,9 +185,9 @@ def patches(image, side):
 def test_shuffled_images_are_patches_of_the_moved_image():
     pixels = torch.rand(3, 3, 8, 12)
     mixed = apply_view(pixels, "shuffled", 4, 1)
-    for image, found in zip(pixels, mixed):
+    for image, shuffled in zip(pixels, mixed):
         moves = [torch.roll(image, (y, x), (1, 2)) for y in range(4) for x in range(4)]
-        assert sum(patches(found, 4) == patches(move, 4) for move in moves) == 1
+        assert sum(patches(shuffled, 4) == patches(move, 4) for move in moves) == 1
     assert not torch.equal(mixed, pixels)
     assert torch.equal(apply_view(pixels, "shuffled", 4, 1), mixed)
     assert torch.equal(apply_view(pixels, "image", 4, 1), pixels)
@@ -261,12 +261,12 @@ REFERENCE = {
 @pytest.mark.parametrize("strength", [0.3, 0.7])
 def test_operations_are_pillows(operation, sign, strength):
     image, name = photo(48, 36, seed=3), operation.__name__
-    given = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
-    before = given.clone()
-    found = operation(given, strength, sign).permute(1, 2, 0).numpy()
-    assert torch.equal(given, before)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().contiguous()
+    before = pixels.clone()
+    actual = operation(pixels, strength, sign).permute(1, 2, 0).numpy()
+    assert torch.equal(pixels, before)
     expected = np.array(REFERENCE[name](image, strength, sign)).astype(float)
-    difference = np.abs(found - expected)
+    difference = np.abs(actual - expected)
     # Apart by the rounding of the reference, which HSV multiplies, and along the edge of what was
     # moved, where Pillow repeats the last pixel for half a pixel before the fill begins.
     through_hsv, moved = ("_equalize", "_brightness"), ("_shear", "_trans", "_rotat")

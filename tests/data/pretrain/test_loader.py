@@ -34,12 +34,12 @@ PLAIN = AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False)
 
 
 def assert_same(first, second):
-    for name, one, other in zip(Batch._fields, first, second):
-        if name in ("skipped", "statistics") or one is None:
-            assert one == other
+    for name, left, right in zip(Batch._fields, first, second):
+        if name in ("skipped", "statistics") or left is None:
+            assert left == right
         else:
-            assert one.dtype == other.dtype, name
-            assert torch.equal(one, other), name
+            assert left.dtype == right.dtype, name
+            assert torch.equal(left, right), name
 
 
 def joined(parts):
@@ -119,21 +119,21 @@ def test_ranks_workers_and_stops_change_nothing(make_shards, make_data, workers,
     def run(world_size, consumed, batches):
         data = make_data(*folders, workers=workers, shuffle=shuffle)
         shares = [list(data.batches(consumed, r, world_size, batches)) for r in range(world_size)]
-        found = []
+        received = []
         for together in zip(*shares, strict=True):
             (after,) = {after for _, after in together}
-            found.append((joined(batch for batch, _ in together), after))
-        return found
+            received.append((joined(batch for batch, _ in together), after))
+        return received
 
     @settings(max_examples=8 if workers == 0 else 2, deadline=None)
     @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(0, len(whole) - 1))
     def check(ranks, later, stopped):
-        found = run(ranks, 0, stopped)
-        found += run(later, found[-1][1] if found else 0, len(whole) - stopped)
-        for (batch, after), (expected, expected_after) in zip(found, whole, strict=True):
+        received = run(ranks, 0, stopped)
+        received += run(later, received[-1][1] if received else 0, len(whole) - stopped)
+        for (batch, after), (expected, expected_after) in zip(received, whole, strict=True):
             assert_same(batch, expected)
             assert after == expected_after
-        once = joined(batch for batch, _ in found[:per_epoch])
+        once = joined(batch for batch, _ in received[:per_epoch])
         ids = once.sample_ids[once.valid].tolist()
         assert len(ids) == len(set(ids)) == 13 + 3
 
@@ -287,16 +287,16 @@ def changed(first, second):
 
 
 def test_every_part_is_told_wherever_it_lies(make_shards, make_data, vocabulary, tmp_path):
-    one, two = make_shards(count=21, per_shard=5), make_shards("two", count=12, per_shard=4)
-    before = make_data(one, two)
+    left, right = make_shards(count=21, per_shard=5), make_shards("two", count=12, per_shard=4)
+    before = make_data(left, right)
     assert set(before.fingerprint) == {"source 0", "source 1", "vocabulary"}
-    moved = shutil.copytree(two, tmp_path / "moved")
-    assert not changed(before, make_data(one, moved))
+    moved = shutil.copytree(right, tmp_path / "moved")
+    assert not changed(before, make_data(left, moved))
 
     last = sorted(moved.glob("*.tar"))[-1]
     last.unlink()
     index_folder(moved)
-    assert changed(before, make_data(one, moved)) == {"source 1"}
+    assert changed(before, make_data(left, moved)) == {"source 1"}
 
     other = shutil.copytree(vocabulary, tmp_path / "vocabulary")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -304,7 +304,7 @@ def test_every_part_is_told_wherever_it_lies(make_shards, make_data, vocabulary,
     words = [word for word in pieces if word.isalpha()][:2]
     pieces[words[0]], pieces[words[1]] = pieces[words[1]], pieces[words[0]]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert changed(before, make_data(one, two, vocabulary=str(other))) == {"vocabulary"}
+    assert changed(before, make_data(left, right, vocabulary=str(other))) == {"vocabulary"}
 
 
 def test_listed_tars_are_told_by_their_names(make_shards, make_data, tmp_path):
@@ -329,12 +329,12 @@ def watch(samples, most):
 
 
 def test_a_share_of_the_epoch_may_be_bad_and_no_more():
-    one = watch(40, 0.25)  # this rank has 20 samples of each epoch
+    watched = watch(40, 0.25)  # this rank has 20 samples of each epoch
     for epoch in range(3):
-        one.update(epoch, share(2, 3))
-        one.update(epoch, share(3, 2))
+        watched.update(epoch, share(2, 3))
+        watched.update(epoch, share(3, 2))
     with pytest.raises(DataError, match=r"6 of 20 samples of epoch 2 .* unreadable.*a\.tar, k0"):
-        one.update(2, share(7, 1))
+        watched.update(2, share(7, 1))
 
 
 def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
@@ -347,14 +347,14 @@ def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
 
 def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(monkeypatch):
     monkeypatch.setattr(loader, "_MAX_IN_A_ROW", 100)
-    one = watch(10**9, 0.5)
+    watched = watch(10**9, 0.5)
     for _ in range(12):
-        one.update(0, share(0, 8))
-    one.update(0, share(1, 7))  # one good sample, and the count starts anew
+        watched.update(0, share(0, 8))
+    watched.update(0, share(1, 7))  # one good sample, and the count starts anew
     for _ in range(12):
-        one.update(0, share(0, 8))
+        watched.update(0, share(0, 8))
     with pytest.raises(DataError, match=r"104 samples in a row are bad, none good; the last one"):
-        one.update(0, share(0, 8))
+        watched.update(0, share(0, 8))
 
 
 @pytest.fixture
@@ -390,17 +390,17 @@ def without_index(folder):
 
 def test_everything_comes_in_the_long_run_and_batches_are_full(make_shards, stream):
     folder = without_index(make_shards(count=23))
-    found = stream(str(folder), stop_after=25)
-    assert [consumed for _, consumed in found] == list(range(8, 201, 8))
-    assert all(batch.valid.all() for batch, _ in found)
-    counts = Counter(ids(found))
+    batches = stream(str(folder), stop_after=25)
+    assert [consumed for _, consumed in batches] == list(range(8, 201, 8))
+    assert all(batch.valid.all() for batch, _ in batches)
+    counts = Counter(ids(batches))
     assert len(counts) == 23
     # About 9 visits each, by whole shards: far from once an epoch, and no sample is left out.
     assert max(counts.values()) < 30
     # What comes twice is drawn afresh.
-    uniform = torch.cat([batch.uniform for batch, _ in found])
+    uniform = torch.cat([batch.uniform for batch, _ in batches])
     assert len(uniform.unique(dim=0)) == 200
-    texts = torch.cat([batch.mlm_ids for batch, _ in found])
+    texts = torch.cat([batch.mlm_ids for batch, _ in batches])
     assert len(texts.unique(dim=0)) > 80
 
 
@@ -439,12 +439,12 @@ def test_ranks_and_workers_read_different_things(make_shards, stream):
 def test_weights_say_how_often_a_source_comes(make_shards, stream):
     often = without_index(make_shards("often", 20, 2))
     seldom = without_index(make_shards("seldom", 20, 2))
-    found = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
+    numbers = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
     assert len(ShardList(str(often)).shards) == 10
     first = {
         stable_hash("sample", 0, shard, number, 0) for shard in range(10) for number in range(2)
     }
-    share = sum(number in first for number in found) / len(found)
+    share = sum(number in first for number in numbers) / len(numbers)
     assert 0.6 < share < 0.9  # 0.75; 100 shards are drawn, one deviation is 0.04
 
 
@@ -470,8 +470,8 @@ def test_patterns_lists_and_urls(make_shards, stream, tmp_path):
         whole = url.replace("://", "://user:secret@") + "?token=secret"
         assert equal(expected[:2], stream(whole, stop_after=2))
         missing = whole.replace("000003", "000005")
-        found = stream(missing, stop_after=9, outages={"policy": "skip"})
-        skips = [skip for batch, _ in found for skip in batch.skipped]
+        batches = stream(missing, stop_after=9, outages={"policy": "skip"})
+        skips = [skip for batch, _ in batches for skip in batch.skipped]
         assert any("shard-000004.tar?***" in skip.where for skip in skips)
         assert "secret" not in str(skips)
 
@@ -484,20 +484,20 @@ def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
     (folder / "shard-000002.tar").write_bytes(b"")
     with tarfile.open(folder / "shard-000003.tar", "w"):
         pass
-    found = stream(str(folder), stop_after=12, max_skipped_share=0.9)
-    kinds = Counter(skip.kind for batch, _ in found for skip in batch.skipped)
+    batches = stream(str(folder), stop_after=12, max_skipped_share=0.9)
+    kinds = Counter(skip.kind for batch, _ in batches for skip in batch.skipped)
     assert set(kinds) == {"corrupt shard"}
-    assert all(len(batch.valid) == 8 for batch, _ in found)
-    assert sum(int((~batch.valid).sum()) for batch, _ in found) == sum(kinds.values())
+    assert all(len(batch.valid) == 8 for batch, _ in batches)
+    assert sum(int((~batch.valid).sum()) for batch, _ in batches) == sum(kinds.values())
     with serve(folder) as server:
         server.fails["shard-000000.tar"] = 10_000
         url = f"{server.url}/shard-00000{{0,4,7}}.tar"
         outages = {"seconds": 0.05, "policy": "skip"}
-        found = stream(url, stop_after=12, max_skipped_share=0.9, outages=outages)
+        batches = stream(url, stop_after=12, max_skipped_share=0.9, outages=outages)
         for workers in (0, 1):
             with pytest.raises(DataError, match=r"^missing shard: .*policy=skip$"):
                 stream(url, stop_after=12, outages={"seconds": 0.05}, workers=workers)
-    skipped = [skip for batch, _ in found for skip in batch.skipped]
+    skipped = [skip for batch, _ in batches for skip in batch.skipped]
     assert {skip.kind for skip in skipped} == {"missing shard"}
     assert {skip.where.split(" ")[0][-8:] for skip in skipped} == {"0000.tar", "0007.tar"}
 

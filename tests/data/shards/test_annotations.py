@@ -135,10 +135,10 @@ def test_text_beside_json():
 )  # fmt: skip
 def test_fields_of_other_tools_do_not_cost_a_good_text(content):
     about = content if isinstance(content, bytes) else json.dumps({**content, "url": "u"}).encode()
-    found = read(json=about, txt=b"a dog")
-    assert captions_of(found) == ["a dog"]
+    annotation = read(json=about, txt=b"a dog")
+    assert captions_of(annotation) == ["a dog"]
     if isinstance(content, dict):
-        assert found.model_extra == {"url": "u"}
+        assert annotation.model_extra == {"url": "u"}
     assert reason(json=about, txt=b" ")
 
 

@@ -111,10 +111,10 @@ def test_training_from_a_url_is_training_from_the_folder(server, batches, tmp_pa
     cache = {"folder": str(tmp_path / "cache"), "limit": limit}
     local = batches(server.folder, **options)
     remote = batches(server.url, cache, **options)
-    for (expected, consumed), (found, consumed_too) in zip(local, remote, strict=True):
-        assert found.valid.any()
+    for (expected, consumed), (actual, consumed_too) in zip(local, remote, strict=True):
+        assert actual.valid.any()
         assert consumed == consumed_too
-        assert_same(expected, found)
+        assert_same(expected, actual)
     assert on_disk(tmp_path / "cache") <= limit
 
 
@@ -248,7 +248,7 @@ def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
 def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
     server, tmp_path, monkeypatch
 ):
-    read, fetched, wanted = (file_of(server, number) for number in range(3))
+    read, fetched, missing = (file_of(server, number) for number in range(3))
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
     handle = cache.open(read)
     os.close(cache.open(fetched))
@@ -264,7 +264,7 @@ def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
         return open_file(name, *arguments, **options)
 
     monkeypatch.setattr(os, "open", renamed_before)
-    os.close(cache.open(wanted))
+    os.close(cache.open(missing))
     assert held(cache) == [0, 2]
     assert on_disk(cache.folder) <= cache.limit
     os.close(handle)
@@ -287,14 +287,14 @@ def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(server, tmp_pat
         fcntl.flock(handle, how)
 
     monkeypatch.setattr(remote, "flock", lock)
-    found = []
-    other = threading.Thread(target=lambda: found.append(content(cache.open(file))), daemon=True)
+    contents = []
+    other = threading.Thread(target=lambda: contents.append(content(cache.open(file))), daemon=True)
     other.start()
     other.join(20)
     waits = other.is_alive()
     os.close(readers[0])
     assert not waits
-    assert found == [path.read_bytes()]
+    assert contents == [path.read_bytes()]
     assert server.asked[file.name] == 0
     assert not list(cache.folder.glob("*/*.part"))
 
@@ -372,11 +372,11 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
     assert index.read(3, 0).key == "shards_0015"
     with pytest.raises(BadSample, match="missing shard"):
         index.read(1, 0)
-    asked = server.asked["shard-000001.tar"]
-    assert asked > 1
+    requests = server.asked["shard-000001.tar"]
+    assert requests > 1
     with pytest.raises(BadSample, match="missing shard"):
         index.read(1, 1)
-    assert server.asked["shard-000001.tar"] == asked  # the background's tries were enough
+    assert server.asked["shard-000001.tar"] == requests  # the background's tries were enough
     assert server.asked["shard-000003.tar"] == 1
 
 
@@ -500,7 +500,7 @@ def test_trouble_that_stays_ends_as_the_policy_says(server, tmp_path, status, po
     outages = OutageConfig(seconds=0.1, policy=policy)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
     server.status, server.fails[SHARD] = status, 1000
-    asked = []
+    requests = []
     # A pause would end a run again and again for what no later start finds.
     kind = DataError if policy == "pause" and status <= 404 else POLICIES[policy]
     for sample in range(3):
@@ -508,9 +508,9 @@ def test_trouble_that_stays_ends_as_the_policy_says(server, tmp_path, status, po
             index.read(1, sample)
         assert type(error.value) is kind
         assert f"missing shard: {server.url}/{SHARD} (" in str(error.value)
-        asked.append(server.asked[SHARD])
-    assert len(set(asked)) == 1  # it is not tried again for each sample
-    assert asked[0] > 1 if status > 404 else asked[0] == 1
+        requests.append(server.asked[SHARD])
+    assert len(set(requests)) == 1  # it is not tried again for each sample
+    assert requests[0] > 1 if status > 404 else requests[0] == 1
     assert index.read(2, 0).key == "shards_0010"
 
 

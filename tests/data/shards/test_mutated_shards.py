@@ -56,18 +56,18 @@ def slots(data):
 
 
 def outcomes(data):
-    found = Counter()
+    counts = Counter()
     for shard, slot in slots(data):
         assert slot.valid == (slot.skip is None)
         assert slot.pixels is None or slot.pixels.isfinite().all()
         if slot.skip is None:
-            found["good"] += 1
+            counts["good"] += 1
             continue
         assert slot.skip.kind in KINDS, slot.skip
         assert shard in slot.skip.where
         assert slot.skip.where.encode()  # can be printed and written
         assert slot.pixels is None
-        found[slot.skip.kind] += 1
+        counts[slot.skip.kind] += 1
     return found
 
 
@@ -83,9 +83,9 @@ def test_tars_damaged_before_they_are_indexed(tmp_path, make_data, damage):
     problems = index_folder(tmp_path)
     names = {f"{number:03d}.tar" for number in range(COUNT)}
     assert all(problem.split(":")[0] in names for problem in problems)
-    found = outcomes(make_data(tmp_path, augment=PLAIN))
-    assert found["missing shard"] == 0
-    assert found["good"] >= COUNT / 2
+    counts = outcomes(make_data(tmp_path, augment=PLAIN))
+    assert counts["missing shard"] == 0
+    assert counts["good"] >= COUNT / 2
 
 
 @pytest.mark.parametrize("damage", TARS, ids=lambda damage: damage.__name__)
@@ -96,9 +96,9 @@ def test_tars_damaged_after_they_were_indexed(tmp_path, make_data, damage):
     for number, path in enumerate(sorted(tmp_path.glob("*.tar"))):
         rng = np.random.default_rng((100 + TARS.index(damage), number))
         path.write_bytes(damage(rng, path.read_bytes()))
-    found = outcomes(make_data(tmp_path, augment=PLAIN))
-    assert found.total() == 3 * COUNT  # every sample of the index is good or counted
-    assert found["good"] >= COUNT / 2
+    counts = outcomes(make_data(tmp_path, augment=PLAIN))
+    assert counts.total() == 3 * COUNT  # every sample of the index is good or counted
+    assert counts["good"] >= COUNT / 2
 
 
 def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, make_data):
@@ -116,9 +116,9 @@ def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, make_da
     ends = np.cumsum([len(part) for part in parts])
     contents = ends - [len(part) - len(part.rstrip(b"\0")) for part in parts]
     for length in lengths:
-        found = good[f"{length:06d}.tar"]
+        counts = good[f"{length:06d}.tar"]
         # What fills up the last block of a sample may be missing or not.
-        assert (ends <= length).sum() <= found <= (contents <= length).sum()
+        assert (ends <= length).sum() <= counts <= (contents <= length).sum()
 
 
 @pytest.mark.parametrize("augment", [AugmentConfig(), PLAIN], ids=["augmented", "plain"])
@@ -132,10 +132,10 @@ def test_damaged_images(tmp_path, make_data, kind, augment):
         )
     )
     index_folder(tmp_path)
-    found = outcomes(make_data(tmp_path, augment=augment))
-    assert found.total() == len(mutants)
-    assert set(found) <= {"good", "unreadable image", "image too large"}
-    assert min(found["good"], found["unreadable image"]) > 0.05 * len(mutants)
+    counts = outcomes(make_data(tmp_path, augment=augment))
+    assert counts.total() == len(mutants)
+    assert set(counts) <= {"good", "unreadable image", "image too large"}
+    assert min(counts["good"], counts["unreadable image"]) > 0.05 * len(mutants)
 
 
 @pytest.mark.parametrize("name", ["values", "bytes"])
@@ -150,10 +150,10 @@ def test_damaged_annotations(tmp_path, make_data, name):
     )
     index_folder(tmp_path)
     data = make_data(tmp_path, augment=PLAIN)
-    found = outcomes(data)
-    assert found.total() == len(mutants)
-    assert set(found) <= {"good", "bad annotation", "no text"}
-    assert min(found["good"], found["bad annotation"]) > 0.01 * len(mutants)
+    counts = outcomes(data)
+    assert counts.total() == len(mutants)
+    assert set(counts) <= {"good", "bad annotation", "no text"}
+    assert min(counts["good"], counts["bad annotation"]) > 0.01 * len(mutants)
     # Whatever was accepted can be written, and read again as the same.
     [index] = data.indices
     for number in range(len(mutants)):

@@ -206,15 +206,15 @@ def test_without_its_rows_an_index_reads_headers(make_shards, tmp_path):
 
 def test_rows_spare_the_headers(make_shards, monkeypatch):
     index = ShardIndex.open(make_shards(count=30, per_shard=30, kind="jpg"))
-    read, asked = os.pread, []
+    read, reads = os.pread, []
 
     def note(file, size, offset):
-        asked.append(size)
+        reads.append(size)
         return read(file, size, offset)
 
     monkeypatch.setattr(os, "pread", note)
     index.read(0, 29)
-    [size] = asked
+    [size] = reads
     assert size < index.shards[0].bytes / 20
 
 
@@ -232,14 +232,14 @@ def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path):
 
 
 def read_all(index):
-    found = []
+    keys = []
     for shard, entry in enumerate(index.shards):
         for sample in range(entry.samples):
             try:
-                found.append(index.read(shard, sample).key)
+                keys.append(index.read(shard, sample).key)
             except BadSample as bad:
-                found.append(bad.kind if entry.name in bad.where else f"not named: {bad.where}")
-    return found
+                keys.append(bad.kind if entry.name in bad.where else f"not named: {bad.where}")
+    return keys
 
 
 def test_a_damaged_header_in_the_middle(tmp_path):
@@ -351,9 +351,9 @@ def questions(annotation):
 @pytest.fixture
 def folders(tmp_path):
     """Samples with 2, 0, 1, 3 and 1 questions."""
-    asked = iter("abcdefg")
+    letters = iter("abcdefg")
     annotations = [
-        Annotation(questions=[Question(id=next(asked), question="what?") for _ in range(count)])
+        Annotation(questions=[Question(id=next(letters), question="what?") for _ in range(count)])
         for count in (2, 0, 1, 3, 1)
     ]
     first = annotated_shards(tmp_path / "first", annotations[:4], b"x")
@@ -363,7 +363,7 @@ def folders(tmp_path):
 def test_every_part_is_one_item_in_order(folders):
     items = Items(folders, questions)
     read = [items.read(number) for number in range(len(items))]
-    assert "".join(one.raw.annotation.questions[one.part].id for one in read) == "abcdefg"
+    assert "".join(item.raw.annotation.questions[item.part].id for item in read) == "abcdefg"
     assert read[2].raw.key == "0002"
     assert read[2].where.endswith("shard-000000.tar, 0002")
 
@@ -391,14 +391,14 @@ def test_a_sample_that_cannot_be_read_is_one_bad_item(folders):
 
 def require_whole(folder, whole):
     """Whatever has its final name has its final content, and there is no index too early."""
-    found = {name: data for name, data in files(folder).items() if not name.endswith(".tmp")}
-    for name, data in found.items():
+    present = {name: data for name, data in files(folder).items() if not name.endswith(".tmp")}
+    for name, data in present.items():
         assert data == whole[name], name
     tars = [name for name in whole if name.endswith(".tar")]
-    there = [name for name in tars if name in found]
+    there = [name for name in tars if name in present]
     assert there == tars[: len(there)]
-    if "index.npz" in found:
-        assert found == whole
+    if "index.npz" in present:
+        assert present == whole
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from vlp.data.shards.tar import append_member, members_in, plain_members, read_m
 def problem_of(path, content):
     path.write_bytes(content)
     members, problem = read_members(path)
-    return [one.name for one in members], problem
+    return [member.name for member in members], problem
 
 
 TRICKS = {
@@ -83,21 +83,21 @@ def test_long_names_of_both_kinds(tmp_path):
     long = "folder/" * 30 + "a" * 200
     gnu = member("././@LongLink", f"{long}.png\0".encode(), b"L") + member("cut.png", PNG)
     assert found(tmp_path, tar(gnu, GOOD)) == [long, "good"]
-    named = pax({"path": f"{long}.png", "comment": "x" * 5000}) + member("cut.png", PNG)
-    assert found(tmp_path, tar(named, GOOD)) == [long, "good"]
+    long_name = pax({"path": f"{long}.png", "comment": "x" * 5000}) + member("cut.png", PNG)
+    assert found(tmp_path, tar(long_name, GOOD)) == [long, "good"]
     everywhere = pax({"comment": "all"}, b"g")
     assert found(tmp_path, tar(everywhere, GOOD)) == ["good"]
 
 
 def test_content_behind_the_end_is_not_passed_over(tmp_path):
     path = tmp_path / "0.tar"
-    one, two = tar(GOOD) + bytes(8192), tar(FINE)
-    names, problem = problem_of(path, one + two)
+    first, second = tar(GOOD) + bytes(8192), tar(FINE)
+    names, problem = problem_of(path, first + second)
     assert names == ["good.png", "good.json"]
     assert problem == f"more content behind its end at byte {len(GOOD)}"
-    assert problem_of(path, one) == (names, None)
+    assert problem_of(path, first) == (names, None)
     # A hole of a crash: blocks of zeros where a header should be.
-    _, problem = problem_of(path, GOOD + bytes(4096) + two)
+    _, problem = problem_of(path, GOOD + bytes(4096) + second)
     assert problem == f"more content behind its end at byte {len(GOOD)}"
 
 
@@ -175,9 +175,9 @@ def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path, within, name):
     path.write_bytes(GOOD + FINE + SIZES[name] + END)
     with within(seconds=2, peak=2_000_000):
         members, problem = read_members(path)
-    assert [one.name for one in members[:4]] == ["good.png", "good.json", "fine.png", "fine.json"]
+    assert [entry.name for entry in members[:4]] == ["good.png", "good.json", "fine.png", "fine.json"]
     assert len(members) < 10
-    assert all(one.offset + one.size <= path.stat().st_size for one in members)
+    assert all(entry.offset + entry.size <= path.stat().st_size for entry in members)
     lines = [f"0.tar: {problem}, 2 samples before it"] if problem else []
     assert index_folder(tmp_path) == lines
     index = ShardIndex.open(tmp_path)
@@ -190,7 +190,7 @@ def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path):
     path.write_bytes(icon + GOOD + icon + FINE + END)
     members, problem = read_members(path)
     assert problem is None
-    assert [one.name for one in members[::2]] == ["good.png", "fine.png"]
+    assert [entry.name for entry in members[::2]] == ["good.png", "fine.png"]
 
 
 def sparse_file(path, *parts):
@@ -279,5 +279,5 @@ def test_of_anything_else_tarfile_is_asked(files, place, byte, mend, cut):
         data[148:156] = b"%06o\0 " % sum(data[:512])
     if cut:
         del data[-300:]
-    found = plain_members(bytes(data))
-    assert found is None or found == slow(bytes(data))
+    plain = plain_members(bytes(data))
+    assert plain is None or plain == slow(bytes(data))

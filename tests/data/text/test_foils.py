@@ -98,12 +98,12 @@ def test_foils_of_flickr8k_are_many_and_their_words_are_those_of_their_kind(shar
             for foil in foils:
                 counts[foil.kind] += 1
                 assert foil.text not in captions
-                gone, new = bag(caption) - bag(foil.text), bag(foil.text) - bag(caption)
+                removed, new = bag(caption) - bag(foil.text), bag(foil.text) - bag(caption)
                 if foil.kind in ("subject_object", "binding"):
-                    assert not gone
+                    assert not removed
                     assert not new
                 elif foil.kind in ("colour", "number"):
-                    assert gone.total() == new.total() == 1
+                    assert removed.total() == new.total() == 1
     assert min(counts[kind] for kind in FOIL_KINDS) >= 25
     assert counts["colour"] > 1500
     assert counts["preposition"] > 900

@@ -25,8 +25,8 @@ def test_pieces_of_a_word_stand_together():
     )
     pieces = text.words("a red circle, a Square unheard")
     positions = word_positions(pieces)
-    found = [word_text(pieces, places) for places in positions]
-    assert found == ["a", "red", "circle", ",", "a", "square", "[UNK]"]
+    texts = [word_text(pieces, places) for places in positions]
+    assert texts == ["a", "red", "circle", ",", "a", "square", "[UNK]"]
     assert [list(places) for places in positions][1] == [2, 3]
     assert positions[-1].stop == len(pieces) - 1
 
@@ -109,8 +109,8 @@ def test_shares_of_the_three_kinds():
     assert abs(chosen.mean() - 0.15) < 0.01
     kinds = new[chosen]
     assert abs((kinds == 4).mean() - 0.8) < 0.03
-    kept = (kinds == 10).mean()
-    assert abs(kept - 0.1) < 0.03
+    unchanged = (kinds == 10).mean()
+    assert abs(unchanged - 0.1) < 0.03
     words = kinds[(kinds != 4) & (kinds != 10)]
     assert abs(len(words) / len(kinds) - 0.1) < 0.03
     assert set(words) == set(range(5, 50)) - {10}
