@@ -68,7 +68,7 @@ def open_labelled(
 
 
 def require_images(path: str, classes: Sequence[str]) -> None:
-    """Refuse class folders without images, which `classes`, named after images, lack."""
+    """Refuse class folders without images, as they would silently be missing from `classes`."""
     folder = Path(path)
     if not folder.is_dir() or (folder / INDEX_NAME).is_file():
         return
@@ -154,7 +154,7 @@ def _relative_files(folder: Path) -> Iterator[PurePath]:
 
 
 def _links_upwards(path: Path) -> bool:
-    """Return whether a folder is a link to one of its parents, which has no end."""
+    """Return whether a folder is a link to one of its parents; such a walk would never end."""
     if not path.is_symlink():
         return False
     target = path.resolve()
@@ -170,7 +170,7 @@ def _is_class_image(name: PurePath) -> bool:
 def _labels(
     paths: Sequence[PurePath], class_names: Sequence[str] | None, where: Path
 ) -> tuple[tuple[str, ...], list[int]]:
-    """Return the classes, and each image's by index: its first folder that not all images share."""
+    """Return the classes, and each image's class index by the first folder that differs."""
     if not paths:
         raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
     common = os.path.commonpath([path.parent for path in paths])

@@ -248,11 +248,11 @@ class SourceFeatures:
         return torch.from_numpy(bits).view(self.blank.dtype)
 
     def _open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        def mapped() -> tuple[np.ndarray, np.ndarray]:
+        def load() -> tuple[np.ndarray, np.ndarray]:
             features, codes = self._paths(shard)
             return np.load(features, mmap_mode="r"), np.load(codes)
 
-        return self._files.get(shard, mapped)
+        return self._files.get(shard, load)
 
     def _paths(self, shard: int) -> tuple[Path, Path]:
         return file_paths(self.folder, self.number, self._shards[shard][0])

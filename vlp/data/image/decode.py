@@ -109,10 +109,8 @@ def _without_text_chunks(data: bytes) -> bytes:
     """Return a PNG without texts and profiles, which Pillow would unpack, but with orientation."""
     parts, start, position = [], 0, len(_PNG)
     for _ in range(_MAX_READS):
-        kind, end = (
-            data[position + 4 : position + 8],
-            position + 12 + int.from_bytes(data[position : position + 4]),
-        )
+        kind = data[position + 4 : position + 8]
+        end = position + 12 + int.from_bytes(data[position : position + 4])
         if kind in _TEXT_CHUNKS and not data.startswith(_ORIENTED, position + 8):
             parts.append(data[start:position])
             start = end

@@ -41,7 +41,8 @@ from vlp.io import (
 _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 30.0
 
-_RETRYABLE_STATUS = (408, 429)  # HTTP: request timeout, too many requests
+# HTTP status of client errors but for request timeout and too many requests: not retried.
+_REFUSALS = tuple(status for status in range(400, 500) if status not in (408, 429))
 
 # Exceptions of S3 and Google Cloud without credentials.
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
@@ -103,12 +104,10 @@ def with_retries(attempt: Callable[[], Value], seconds: float, location: object)
             raise
         except Exception as error:  # each store raises exceptions of its own
             tries += 1
-            status = getattr(error, "status", 0)
             message = redact(str(error))
             reason = f"{type(error).__name__}: {message}" if message else type(error).__name__
             cause = error if message == str(error) else None  # the traceback would show secrets
-            is_refused = 400 <= status < 500 and status not in _RETRYABLE_STATUS
-            if is_refused or type(error).__name__ in _NO_CREDENTIALS:
+            if getattr(error, "status", 0) in _REFUSALS or type(error).__name__ in _NO_CREDENTIALS:
                 raise PermissionError(reason) from cause
             if tries == 1:
                 deadline = time.monotonic() + seconds
