@@ -23,7 +23,8 @@ class SourceConfig(Config):
         1.0,
         ge=1e-6,
         allow_inf_nan=False,
-        description="share of its samples taken in one epoch; 2 takes each twice",
+        description="share of its samples read in an epoch, 2: each twice; with epoch_samples, "
+        "how often its shards are drawn",
     )
 
     @model_validator(mode="before")
@@ -116,8 +117,8 @@ class DataConfig(Config):
     canonical_streams: int = Field(
         64,
         ge=1,
-        description="streams that an epoch is cut into; a divisor of training.batch and a "
-        "multiple of the ranks",
+        description="streams that an epoch is cut into; it divides training.batch, and the number of "
+        "ranks divides it",
     )
     shuffle: Literal["windows", "sliding"] = Field(
         "windows",
@@ -153,9 +154,9 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _require_consistent(self) -> DataConfig:
         if self.texts == "expressions" and self.captions == "all":
-            raise ValueError("texts: expressions gives one text a visit; captions: one, not all")
+            raise ValueError("texts: expressions needs captions: one")
         if self.epoch_samples is not None and self.captions == "all":
-            raise ValueError("epoch_samples draws one caption of a sample, not captions: all")
+            raise ValueError("epoch_samples needs captions: one")
         if self.epoch_samples is not None and self.features is not None:
-            raise ValueError("features are stored by index; set epoch_samples to null")
+            raise ValueError("features need shards with an index: set epoch_samples to null")
         return self
