@@ -109,7 +109,7 @@ def test_a_resumed_run_sees_the_same(shards, configuration, tmp_path):
         assert torch.equal(both, batch.pixels)
 
 
-def test_captions_with_a_side_meet_no_flipped_view(shards, configuration, tmp_path):
+def test_captions_with_a_side_get_no_flipped_view(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 6)
     data = data_of(config, f"data.features={out}")
@@ -146,7 +146,7 @@ def test_images_that_are_not_augmented_have_their_plain_view(shards, configurati
     assert stored.views(0, 0, True, "") == [0]
 
 
-def test_a_folder_that_does_not_fit_is_named(shards, configuration, tmp_path):
+def test_features_of_other_settings_are_refused(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out", "--views", 2)
     other = tmp_path / "other"
@@ -166,7 +166,7 @@ def test_a_folder_that_does_not_fit_is_named(shards, configuration, tmp_path):
         features.header.require_tower(out, TowerKey(features.header.tower | {"layers": 2}, "f"))
 
 
-def test_features_that_are_missing_or_damaged_are_named(shards, configuration, tmp_path):
+def test_missing_and_damaged_features_are_refused(shards, configuration, tmp_path):
     config = configuration(shards)
     out = make_features(config, tmp_path / "out")
     file = out / "0" / "shard-000001.npy"
@@ -271,7 +271,7 @@ def test_the_first_view_is_averaged_with_its_flip(make_shards, configuration, tm
 
 
 @pytest.mark.nightly
-def test_workers_and_ranks_change_nothing(make_shards, configuration, tmp_path):
+def test_features_do_not_depend_on_workers_and_ranks(make_shards, configuration, tmp_path):
     config = configuration(make_shards(count=23))
     alone = files_of(make_features(config, tmp_path / "alone", "--views", 2))
     workers = make_features(config, tmp_path / "workers", "--views", 2, "data.workers=2")
@@ -283,7 +283,7 @@ def test_workers_and_ranks_change_nothing(make_shards, configuration, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_killed_command_goes_on_with_missing_shards(make_shards, configuration, tmp_path):
+def test_a_killed_command_resumes_at_missing_shards(make_shards, configuration, tmp_path):
     config = configuration(make_shards(count=300, per_shard=10))
     whole = files_of(make_features(config, tmp_path / "whole", "--views", 4))
     out = tmp_path / "out"
@@ -327,7 +327,7 @@ def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tm
     assert not list(out.glob(".lock*"))
 
 
-def test_another_command_does_not_go_on(make_shards, configuration, tmp_path, capsys, monkeypatch):
+def test_other_settings_do_not_resume(make_shards, configuration, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     config = configuration(make_shards(count=5))
     out = make_features(config, tmp_path / "out")

@@ -83,7 +83,7 @@ def test_loops_of_links_end(folder):
     assert [images.read(number).label for number in range(len(images))] == [0] * 16 + [1] * 16
 
 
-def test_of_two_members_of_a_name_the_later_counts(folder, tmp_path):
+def test_the_last_of_equal_member_names_counts(folder, tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(folder, "train")
         archive.add(folder / "red" / "0.png", "train/blue/0.png")
@@ -107,7 +107,7 @@ def test_a_tar_of_several_data_sets_is_refused(folder, tmp_path):
         open_labelled(str(tmp_path / "both.tar"))
 
 
-def test_what_is_not_usable_is_named(folder, tmp_path):
+def test_unusable_folders_and_tars_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="neither a folder nor a tar file"):
         open_labelled(str(tmp_path / "nowhere"))
     (tmp_path / "bad.tar").write_bytes(b"no tar at all" * 100)
@@ -131,7 +131,7 @@ def test_what_is_not_usable_is_named(folder, tmp_path):
         LabelledSamples(open_labelled(str(folder)), config(folder, augment={"policy": "nonsense"}))
 
 
-def test_bad_images_are_counted_and_left_out(folder):
+def test_bad_images_are_counted_and_skipped(folder):
     (folder / "red" / "3.png").write_bytes(b"broken")
     data = labelled_data(open_labelled(str(folder)), config(folder), 4, 0)
     batches = [batch for batch, _ in data.batches(stop_after=4)]
@@ -147,7 +147,7 @@ def rng_for(seed):
     return lambda purpose: np.random.default_rng([seed, len(purpose)])
 
 
-def test_a_shift_moves_the_image_over_black(folder):
+def test_shifts_fill_with_black(folder):
     plain = config(folder, mean=[0, 0, 0], std=[1, 1, 1], augment={"shift": 2, "hflip": False})
     samples = LabelledSamples(open_labelled(str(folder)), plain)
     image = Image.fromarray(np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3))
@@ -180,7 +180,7 @@ def test_augmentation_is_a_function_of_its_draws(folder, augment):
     assert torch.isfinite(torch.stack(others)).all()
 
 
-def test_a_picture_beside_class_folders_makes_no_class_of_all(tmp_path):
+def test_images_beside_class_folders_are_refused(tmp_path):
     for name in ("logo.png", "cat/1.png", "dog/1.png"):
         file = tmp_path / "set" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,7 @@ def _true(text, boxes):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("same_items", [True, False])
-def test_labels_are_right_and_the_words_say_nothing(same_items):
+def test_labels_are_right_and_independent_of_words(same_items):
     labels, read = defaultdict(list), 0
     for index in range(1000):
         statement = sample_box_statement(0, index, same_items=same_items)
@@ -93,7 +93,7 @@ def test_labels_are_right_and_the_words_say_nothing(same_items):
         assert abs(np.mean(values) - 0.5) < 2.0 / len(values) ** 0.5, word
 
 
-def test_a_number_is_a_statement_and_splits_differ():
+def test_statements_are_deterministic_and_splits_differ():
     assert sample_box_statement(0, 5) == sample_box_statement(0, 5)
     items = [sample_box_statement(seed, 5, split) for seed in (0, 1) for split in ("train", "val")]
     assert len({(item.text, item.scene) for item in items}) == 4

@@ -106,7 +106,7 @@ def test_training_never_shows_the_unseen_relations():
         assert _families(sample_scene(0, index, "unseen")) & UNSEEN
 
 
-def test_swapping_a_pair_stays_in_its_family():
+def test_swaps_keep_the_family():
     rng = np.random.default_rng(0)
     swapped = 0
     for index in range(200):
@@ -212,7 +212,7 @@ def test_boxes_are_tight_around_their_objects(size):
         assert not changed.any()
 
 
-def test_objects_have_the_colour_they_are_called():
+def test_objects_have_the_colour_of_their_name():
     names, values = list(PALETTE), np.array(list(PALETTE.values()))
     for index in range(40):
         scene = sample_scene(5, index)

@@ -226,7 +226,7 @@ def is_true(text, left, right):
 
 
 @pytest.mark.nightly
-def test_labels_of_statements_are_right_and_the_words_say_nothing():
+def test_labels_of_statements_are_right_and_independent_of_words():
     labels = defaultdict(list)
     for index in range(400):
         statement = sample_statement(0, index)

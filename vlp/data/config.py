@@ -117,8 +117,8 @@ class DataConfig(Config):
     canonical_streams: int = Field(
         64,
         ge=1,
-        description="streams that an epoch is cut into; it divides training.batch, and the number of "
-        "ranks divides it",
+        description="streams that an epoch is cut into; a divisor of training.batch and a "
+        "multiple of the number of ranks",
     )
     shuffle: Literal["windows", "sliding"] = Field(
         "windows",

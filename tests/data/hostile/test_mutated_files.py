@@ -91,7 +91,7 @@ def attempt(number, folder):
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part, tmp_path):
+def test_mutants_raise_an_error_of_one_sentence_or_are_skipped(part, tmp_path):
     wrong = []
     numbers = range(part, COUNT, PARTS) if ONLY is None else [int(ONLY)] * (part == 0)
     tempfile.tempdir = str(tmp_path)
@@ -111,7 +111,7 @@ def test_every_mutant_is_an_error_of_one_sentence_or_a_skip(part, tmp_path):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_is_not_mutated_is_read(name, tmp_path):
+def test_files_without_mutation_are_read(name, tmp_path):
     files = good_files(name, 0)
     for target in targets(name, files):
         folder = tmp_path / target.replace("/", "-")

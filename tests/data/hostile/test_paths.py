@@ -24,7 +24,7 @@ OUTSIDE = ("../../x", "/tmp/x", "a/../../../x", "..", "x\\0y")
 
 
 @pytest.mark.parametrize("digest", [*OUTSIDE, "", "AB" * 32, "ab" * 33, 7, None, ["ab" * 32]])
-def test_a_sha256_of_a_manifest_is_one_or_nothing(tmp_path, digest):
+def test_invalid_sha256_of_a_manifest_is_refused(tmp_path, digest):
     remote, names = tmp_path / "remote", np.array([b"0.tar"])
     remote.mkdir()
     shards = [{"name": "0.tar", "sha256": digest}]
@@ -83,7 +83,7 @@ def test_numbers_of_an_index_fit_64_bits(indexed, field, number):
     assert "\n" not in str(error.value)
 
 
-def test_an_index_is_no_larger_than_its_file(indexed):
+def test_compressed_index_members_are_refused(indexed):
     columns = index_columns(indexed) | {"name": np.full(10**7, b"0.tar")}
     np.savez_compressed(indexed / "index.npz", **columns)
     with pytest.raises(ConfigError, match=r"not an index of shards \(\w+: is compressed\)"):
@@ -91,7 +91,7 @@ def test_an_index_is_no_larger_than_its_file(indexed):
 
 
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5 + "1" + "}" * 10**5, "9" * 10**5])
-def test_deep_json_and_long_numbers_are_no_json(text):
+def test_deep_json_and_long_numbers_are_invalid(text):
     for content in (text, text.encode()):
         with pytest.raises(json.JSONDecodeError):
             parse_json(content)
@@ -156,7 +156,7 @@ def test_archives_write_nothing_by_the_names_in_them(tmp_path):
         assert not seen
 
 
-def test_sums_of_a_checkpoint_name_its_own_files(tmp_path):
+def test_checksums_outside_of_a_checkpoint_are_refused(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     for name in ("/dev/zero", "../x", "absent", ""):
         (tmp_path / SUMS).write_text(f"ab  state.json\n{'ab' * 32}  {name}\n")

@@ -48,7 +48,7 @@ def reduced(data):
     ],
     ids=str,
 )
-def test_cut_at_any_byte_it_is_refused_or_decodes_to_the_same_pixels(decode, kind, how):
+def test_truncated_images_are_refused_or_decode_to_the_same_pixels(decode, kind, how):
     data = photo(kind, **how)
     whole = {decode(data), for_training(data)}  # where the reduced decoder refuses, the other one
     refused = 0
@@ -72,7 +72,7 @@ def test_images_of_every_mode_look_the_same(mode):
     assert decoded.std() > 10
 
 
-def test_what_is_transparent_shows_white():
+def test_transparency_becomes_white():
     pixels = np.zeros((2, 2, 4), np.uint8)
     pixels[..., 3] = [[0, 255], [128, 0]]
     image = np.asarray(decode_image(encoded(Image.fromarray(pixels), "png"), "x"))
@@ -113,7 +113,7 @@ def test_a_transparent_level_shows_white_at_every_depth(depth, colour, level):
 
 
 @pytest.mark.parametrize("where", ["before", "behind"])
-def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where):
+def test_text_chunks_of_a_png_are_ignored(where):
     note = b"workflow\0\0" + zlib.compress(b"a" * 3_000_000)
     notes = [chunk(b"zTXt", note), chunk(b"iCCP", note), chunk(b"tEXt", b"xmp\0" + b"x" * 2**21)]
     exif = Image.Exif()
@@ -127,7 +127,7 @@ def test_what_is_written_beside_the_pixels_of_a_png_does_not_matter(where):
 
 
 @pytest.mark.parametrize("kind", ["gif", "webp", "png"])
-def test_of_an_animation_the_first_image_is_taken(kind):
+def test_animations_decode_to_their_first_frame(kind):
     red, *others = (Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue"))
     data = encoded(red, kind, save_all=True, append_images=others)
     assert Image.open(BytesIO(data)).n_frames == 3
@@ -138,7 +138,7 @@ def test_of_an_animation_the_first_image_is_taken(kind):
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_turned_upright_once(kind, orientation):
+def test_exif_orientation_is_applied_once(kind, orientation):
     tags = Image.Exif()
     tags[0x0112] = orientation
     data = photo(kind, exif=tags)
@@ -150,7 +150,7 @@ def test_turned_upright_once(kind, orientation):
 
 
 @pytest.mark.parametrize("turn", [1, 6])
-def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn):
+def test_jpegs_are_decoded_at_the_smallest_sufficient_size(turn):
     exif = Image.Exif()
     exif[0x0112] = turn
     rough = Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8))
@@ -170,7 +170,7 @@ def test_a_jpeg_is_decoded_at_the_least_size_that_is_asked(turn):
 @pytest.mark.parametrize(
     "garbage", [b"Exif\0\0", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0MM\0*" * 9]
 )
-def test_garbage_beside_the_pixels_does_no_harm(garbage):
+def test_damaged_metadata_is_ignored(garbage):
     whole = decode_image(photo("jpeg"), "x").tobytes()
     assert decode_image(photo("jpeg", exif=garbage), "x").tobytes() == whole
     assert decode_image(photo("jpeg", icc_profile=garbage * 9), "x").tobytes() == whole
@@ -181,7 +181,7 @@ def test_garbage_beside_the_pixels_does_no_harm(garbage):
 @pytest.mark.parametrize("name", bombs())
 @pytest.mark.parametrize("decode", [fully, for_training])
 @pytest.mark.parametrize("warning", ["ignore", "error"])
-def test_a_bomb_is_refused_by_its_header(name, decode, warning):
+def test_decompression_bombs_are_refused_by_their_header(name, decode, warning):
     with warnings.catch_warnings():
         # Pillow's own warning is the same answer where warnings are errors.
         warnings.simplefilter(warning)
@@ -257,7 +257,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("decode", [decode_image, EncodedImage], ids=["decoded", "opened"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_refused_at_once(within, name, decode):
+def test_too_large_images_are_refused_at_once(within, name, decode):
     with (
         within(seconds=3, peak=20_000_000 + 4 * len(HOSTILE[name])),
         pytest.raises(BadSample, match="shard, key") as bad,
@@ -298,14 +298,14 @@ def test_exif_of_many_large_fields_is_cut(within, data):
     ],
     ids=lambda data: f"{data[:4]!r}{len(data)}",
 )
-def test_what_is_merely_unusual_decodes(data):
+def test_unusual_images_decode(data):
     expected = Image.open(BytesIO(data))
     assert decode_image(data, "x").size == expected.size
     assert np.array_equal(decode_image(data, "x"), expected.convert("RGB"))
     assert EncodedImage(data, "x").decode().shape[1:] == expected.size[::-1]
 
 
-def test_pixels_are_a_key(monkeypatch):
+def test_limits_pixels_is_a_configuration_key(monkeypatch):
     data = photo("jpeg", progressive=True)
     monkeypatch.setenv("VLP_LIMITS", "{pixels: 320}")
     assert decode_image(data, "x").size == EncodedImage(data, "x").size == (20, 16)
@@ -360,7 +360,7 @@ def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_size_and_levels_are_of_the_upright_image(orientation):
+def test_size_and_pixels_are_of_the_upright_image(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(blobs(0, (64, 40)), exif=exif)
@@ -377,7 +377,7 @@ def test_size_and_levels_are_of_the_upright_image(orientation):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(8, 200), st.integers(8, 200), st.floats(0.02, 1.2), st.floats(0.02, 1.2))
-def test_a_reduced_image_is_never_smaller_than_asked(width, height, across, down):
+def test_reduced_images_cover_min_size(width, height, across, down):
     least = max(1, int(across * width)), max(1, int(down * height))
     jpeg = EncodedImage(encoded(blobs(0, (width, height))), "x")
     rows, columns = jpeg.decode(least).shape[1:]

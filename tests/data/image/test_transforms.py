@@ -85,7 +85,7 @@ def test_preprocessing_is_saved_and_loaded(tmp_path):
         Preprocessing.load(tmp_path)
 
 
-def test_all_choices_come_from_the_generator():
+def test_augmentation_is_deterministic_by_generator():
     train = TrainTransform(AugmentConfig(), Preprocessing(16))
     image = photo()
     first = [train(image, np.random.default_rng(seed), "x") for seed in range(20)]
@@ -99,7 +99,7 @@ def test_all_choices_come_from_the_generator():
 @pytest.mark.parametrize(
     "caption", ["left of it", "A dog on the Right", "leftmost", "the right-hand door", "RIGHT"]
 )
-def test_no_mirror_when_the_caption_tells_sides(caption):
+def test_no_hflip_if_the_caption_names_a_side(caption):
     prepare = Preprocessing(16)
     train = TrainTransform(PLAIN.model_copy(update={"hflip": True}), prepare)
     image = photo()
@@ -122,7 +122,7 @@ def test_crops_have_the_stated_area_and_stay_inside():
     assert min(left.min(), upper.min(), 100 - right.max(), 80 - lower.max()) >= 0
 
 
-def test_a_crop_is_resized_as_pillow_does():
+def test_crops_are_resized_like_pillow():
     size = (120, 90)
     noise = np.random.default_rng(0).integers(60, 200, (90, 120, 3), dtype=np.uint8)
     config = AugmentConfig(randaugment=False, hflip=False, crop_scale=(0.3, 0.9))
@@ -138,7 +138,7 @@ def test_a_crop_is_resized_as_pillow_does():
 
 
 @pytest.mark.parametrize("config", [PLAIN, AugmentConfig(quick_decode=False), AugmentConfig()])
-def test_encoded_images_give_what_decoded_ones_give(config):
+def test_encoded_and_decoded_images_are_augmented_equally(config):
     # Too small to be decoded at half size.
     encoded = EncodedImage(jpeg(photo(60, 44), quality=95), "x")
     train = TrainTransform(config, Preprocessing(32))
@@ -194,7 +194,7 @@ def test_shuffled_images_are_patches_of_the_moved_image():
     assert not apply_view(pixels, "blank", 4, 0).any()
 
 
-def test_shuffled_images_do_not_tell_where_a_thing_lay_by_where_the_grid_cut_it():
+def test_shuffled_patches_do_not_reveal_positions():
     """A line in one column of an image, found in every column of a patch equally often."""
     pixels = torch.zeros(400, 1, 8, 8)
     pixels[..., 5] = 1

@@ -59,7 +59,7 @@ def joined(parts):
     ],
     ids=["marks", "cut", "full", "unknown", "others"],
 )
-def test_equal_images_and_captions_that_a_model_reads_alike(texts, equal, tmp_path, make_data):
+def test_ids_of_equal_images_and_captions(texts, equal, tmp_path, make_data):
     with ShardWriter(tmp_path / "web", 3) as writer:
         for number, text in enumerate((*texts, "a blue house")):
             image = encoded(photo(number % 2))
@@ -107,7 +107,7 @@ def test_fields_shapes_and_values(make_shards, make_data):
 
 
 @pytest.mark.parametrize(("workers", "shuffle"), [(0, "windows"), (2, "windows"), (0, "sliding")])
-def test_ranks_workers_and_stops_change_nothing(make_shards, make_data, workers, shuffle):
+def test_batches_are_independent_of_ranks_and_workers(make_shards, make_data, workers, shuffle):
     """The same global batches, value by value, before a stop and after it, each sample once."""
     folders = make_shards("a", 13, per_shard=4), (make_shards("b", 6), 0.5)
     data = make_data(*folders, shuffle=shuffle)
@@ -140,7 +140,7 @@ def test_ranks_workers_and_stops_change_nothing(make_shards, make_data, workers,
     check()
 
 
-def test_each_sample_once_an_epoch_with_fresh_draws(make_shards, make_data):
+def test_epochs_read_each_sample_once_with_new_random_numbers(make_shards, make_data):
     data = make_data(make_shards(count=23))
     per_epoch = data.batches_in_epoch(0)
     assert data.samples_in_epoch(0) == 23
@@ -178,7 +178,7 @@ def test_weights_and_images_shared_by_sources(tmp_path, make_shards, make_data):
     assert not torch.equal(first, second)
 
 
-def test_every_caption_is_a_sample_when_asked(make_shards, make_data):
+def test_captions_all_makes_a_sample_of_every_caption(make_shards, make_data):
     folder = make_shards(count=7, per_shard=3, captions=3)
     data = make_data(folder, captions="all")
     assert data.samples_in_epoch(0) == 21
@@ -196,7 +196,7 @@ def test_every_caption_is_a_sample_when_asked(make_shards, make_data):
     assert Counter(map(tuple, batch.text_ids[batch.valid].tolist())) == expected
 
 
-def test_objectives_that_are_off_mask_nothing(make_shards, make_data):
+def test_disabled_objectives_mask_nothing(make_shards, make_data):
     folder = make_shards()
     inputs = make_data(folder).samples.inputs
     inputs = inputs._replace(word_masking=None, patch_masking=None)
@@ -226,7 +226,7 @@ def test_slots_beyond_the_end_are_empty(make_shards, make_data):
     assert set(batch.image_ids[empty].tolist()) == {-1}
 
 
-def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
+def test_getitems_equals_getitem(tmp_path, make_shards, make_data):
     good = ShardIndex.open(make_shards(count=30, per_shard=30, captions=1))
     folder = tmp_path / "mixed"
     with ShardWriter(folder, 30) as writer:
@@ -258,7 +258,7 @@ def test_slots_together_are_those_one_by_one(tmp_path, make_shards, make_data):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(tmp_path, make_data, workers):
+def test_mostly_bad_data_raises_and_stops_workers(tmp_path, make_data, workers):
     with ShardWriter(tmp_path / "bad", 50) as writer:
         for number in range(40):
             writer.write(f"k{number}", b"x", "png", Annotation(caption="a dog"))
@@ -274,7 +274,7 @@ def test_mostly_bad_data_ends_in_an_error_and_leaves_no_worker(tmp_path, make_da
     assert multiprocessing.active_children() == []
 
 
-def test_left_early_no_worker_stays(make_shards, make_data):
+def test_workers_end_when_the_loop_is_left(make_shards, make_data):
     batches = make_data(make_shards(), workers=2).batches()
     next(batches)
     assert len(multiprocessing.active_children()) == 2
@@ -286,7 +286,7 @@ def changed(first, second):
     return set(dict(first.fingerprint.items() ^ second.fingerprint.items()))
 
 
-def test_every_part_is_told_wherever_it_lies(make_shards, make_data, vocabulary, tmp_path):
+def test_fingerprints_are_of_content(make_shards, make_data, vocabulary, tmp_path):
     left, right = make_shards(count=21, per_shard=5), make_shards("two", count=12, per_shard=4)
     before = make_data(left, right)
     assert set(before.fingerprint) == {"source 0", "source 1", "vocabulary"}
@@ -307,7 +307,7 @@ def test_every_part_is_told_wherever_it_lies(make_shards, make_data, vocabulary,
     assert changed(before, make_data(left, right, vocabulary=str(other))) == {"vocabulary"}
 
 
-def test_listed_tars_are_told_by_their_names(make_shards, make_data, tmp_path):
+def test_fingerprints_of_shard_lists_hash_file_names(make_shards, make_data, tmp_path):
     folder = make_shards(count=12, per_shard=4)
     more = {"epoch_samples": 24}
     before = make_data(folder, **more)
@@ -328,7 +328,7 @@ def watch(samples, most):
     )
 
 
-def test_a_share_of_the_epoch_may_be_bad_and_no_more():
+def test_max_skipped_share_of_an_epoch():
     watched = watch(40, 0.25)  # this rank has 20 samples of each epoch
     for epoch in range(3):
         watched.update(epoch, share(2, 3))
@@ -337,7 +337,7 @@ def test_a_share_of_the_epoch_may_be_bad_and_no_more():
         watched.update(2, share(7, 1))
 
 
-def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
+def test_an_epoch_without_a_good_sample_raises():
     resumed = watch(40, 1.0)
     resumed.update(0, share(0, 1))  # the last of the 20 of epoch 0
     resumed.update(1, share(0, 20))
@@ -345,7 +345,7 @@ def test_only_a_whole_epoch_without_a_good_sample_ends_a_run():
         resumed.update(2, share(1, 0))
 
 
-def test_nothing_good_for_long_ends_a_run_whose_epochs_are_longer(monkeypatch):
+def test_many_bad_samples_in_a_row_raise(monkeypatch):
     monkeypatch.setattr(loader, "_MAX_IN_A_ROW", 100)
     watched = watch(10**9, 0.5)
     for _ in range(12):
@@ -388,7 +388,7 @@ def without_index(folder):
     return folder
 
 
-def test_everything_comes_in_the_long_run_and_batches_are_full(make_shards, stream):
+def test_resampling_reads_every_sample_in_full_batches(make_shards, stream):
     folder = without_index(make_shards(count=23))
     batches = stream(str(folder), stop_after=25)
     assert [consumed for _, consumed in batches] == list(range(8, 201, 8))
@@ -404,7 +404,7 @@ def test_everything_comes_in_the_long_run_and_batches_are_full(make_shards, stre
     assert len(texts.unique(dim=0)) > 80
 
 
-def test_neighbours_of_a_shard_are_mixed(make_shards, stream):
+def test_resampled_samples_are_shuffled(make_shards, stream):
     folder = str(without_index(make_shards(count=40, per_shard=40)))
     in_order = ids(stream(folder, shuffle_window=1, stop_after=5))
     mixed = ids(stream(folder, shuffle_window=20, stop_after=5))
@@ -416,7 +416,7 @@ def test_neighbours_of_a_shard_are_mixed(make_shards, stream):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_same_start_gives_the_same_stream_and_another_another(make_shards, stream, workers):
+def test_resampling_depends_on_the_start(make_shards, stream, workers):
     folder = str(without_index(make_shards()))
     first = stream(folder, workers=workers)
     assert equal(first, stream(folder, workers=workers))
@@ -436,7 +436,7 @@ def test_ranks_and_workers_read_different_things(make_shards, stream):
     assert len(uniform.unique(dim=0)) == len(uniform)
 
 
-def test_weights_say_how_often_a_source_comes(make_shards, stream):
+def test_weights_of_resampled_sources(make_shards, stream):
     often = without_index(make_shards("often", 20, 2))
     seldom = without_index(make_shards("seldom", 20, 2))
     numbers = ids(stream((str(often), 3.0), (str(seldom), 1.0), stop_after=25))
@@ -503,7 +503,7 @@ def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_nothing_but_bad_shards_is_an_error_not_a_hang(tmp_path, stream, workers):
+def test_only_bad_shards_raise_data_error(tmp_path, stream, workers):
     for number in range(3):
         (tmp_path / f"{number}.tar").write_bytes(b"no tar" * 1000)
     with pytest.raises(DataError, match=r"^16 shards in a row hold no.*corrupt shard: .*tar"):

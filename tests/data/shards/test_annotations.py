@@ -73,7 +73,7 @@ def reason(**files):
         '{"caption": "a"}'.encode("utf-16"),
     ],
 )
-def test_what_is_no_json_of_a_sample(content):
+def test_invalid_json_is_a_bad_annotation(content):
     assert reason(json=content).startswith("0.tar, k.json: ")
 
 
@@ -94,11 +94,11 @@ def test_what_is_no_json_of_a_sample(content):
         ("words", [{"caption": 0}], "words.0.index"),
     ],
 )
-def test_fields_that_mean_something_else_are_named(field, value, place):
+def test_invalid_fields_are_reported_by_name(field, value, place):
     assert reason(json=json.dumps({field: value}).encode()).startswith(f"0.tar, k.json: {place}")
 
 
-def test_what_other_tools_write_is_kept():
+def test_unknown_fields_are_kept():
     content = {"caption": 12, "exif": {"a": [1, {"b": None}]}, "width": float("nan")}
     content |= {"model_config": 1, "__class__": 2, "to_json": "x", "words": ["a"], "version": 2}
     annotation = read(json=json.dumps(content).encode())
@@ -133,7 +133,7 @@ def test_text_beside_json():
     ],
     ids=str,
 )  # fmt: skip
-def test_fields_of_other_tools_do_not_cost_a_good_text(content):
+def test_invalid_fields_of_other_tools_are_dropped(content):
     about = content if isinstance(content, bytes) else json.dumps({**content, "url": "u"}).encode()
     annotation = read(json=about, txt=b"a dog")
     assert captions_of(annotation) == ["a dog"]
@@ -142,19 +142,19 @@ def test_fields_of_other_tools_do_not_cost_a_good_text(content):
     assert reason(json=about, txt=b" ")
 
 
-def test_a_class_file_is_the_label():
+def test_label_is_read_from_the_cls_file():
     assert read(cls=b"\xef\xbb\xbf3\n").label == "3"
     assert read(cls=b"3", json=b'{"label": "dog"}').label == "dog"
 
 
-def test_files_of_megabytes_are_not_parsed():
+def test_annotations_of_megabytes_are_refused():
     large = b'{"caption": "' + b"a" * MAX_ANNOTATION_BYTES + b'"}'
     assert f"{len(large)} bytes" in reason(json=large)
     assert "bytes" in reason(txt=large)
     assert captions_of(read(txt=large[:MAX_ANNOTATION_BYTES]))
 
 
-def test_of_an_endless_caption_the_start_is_read():
+def test_long_captions_are_cut():
     long = "a red dog " * 300_000
     [text] = captions_of(read(txt=long.encode()))
     assert text == long[:MAX_CAPTION]
@@ -175,7 +175,7 @@ WORD = {"caption": 0, "index": 0, "word": "red", "kind": "colour", "box": [0, 0,
     ],
     ids=str,
 )
-def test_words_that_cannot_be_placed_are_refused(change):
+def test_invalid_word_positions_are_refused(change):
     for words in ([WORD | change], [WORD, WORD | change], WORD | change):
         with pytest.raises(ValidationError, match="words"):
             Annotation(words=words)

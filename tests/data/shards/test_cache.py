@@ -86,7 +86,7 @@ def read_all(index):
 
 
 @pytest.mark.parametrize("protocol", ["http", "file", "memory"])
-def test_a_url_gives_what_the_folder_gives(server, tmp_path, protocol):
+def test_url_and_folder_hold_equal_samples(server, tmp_path, protocol):
     url = {"http": server.url, "file": f"file://{server.folder}", "memory": "memory://bucket/s"}
     if protocol == "memory":
         for path in server.folder.iterdir():
@@ -118,7 +118,7 @@ def test_training_from_a_url_is_training_from_the_folder(server, batches, tmp_pa
     assert on_disk(tmp_path / "cache") <= limit
 
 
-def test_the_unused_for_longest_goes_first_and_none_in_use(server, tmp_path, monkeypatch):
+def test_eviction_is_lru_and_spares_files_in_use(server, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "_FULL_SECONDS", 0.5)
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1, 2))
     for number in (0, 1, 2, 0):  # 1 is the one unused for longest now
@@ -143,7 +143,7 @@ def test_the_unused_for_longest_goes_first_and_none_in_use(server, tmp_path, mon
     assert content(in_use) == original(server, 2)
 
 
-def test_files_of_others_in_the_folder_stay(server, tmp_path):
+def test_unlisted_files_in_the_cache_folder_stay(server, tmp_path):
     files = [file_of(server, number) for number in range(3)]
     limit = max(file.bytes for file in files)
     cache = ShardCache(tmp_path / "cache", limit)
@@ -170,7 +170,7 @@ def test_files_of_others_in_the_folder_stay(server, tmp_path):
     assert not cache.holds(files[0])
 
 
-def test_an_index_makes_room_for_itself(server, tmp_path):
+def test_an_index_closes_its_own_shards_for_room(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", room_for(server, 0))
     index = ShardIndex.open(server.url, cache)
     started = time.monotonic()
@@ -211,7 +211,7 @@ def test_processes_share_a_cache_that_is_too_small(server, tmp_path):
     assert on_disk(tmp_path / "cache") <= limit
 
 
-def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
+def test_files_renamed_during_a_count_are_counted(
     server, tmp_path, monkeypatch
 ):
     """It takes its name between the looks at its two places; it stays in the list of the cache."""
@@ -245,7 +245,7 @@ def test_a_file_that_becomes_whole_while_files_are_counted_is_counted(
     assert cache.used() == room_for(server, 0, 1)
 
 
-def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
+def test_files_renamed_during_an_eviction_are_counted(
     server, tmp_path, monkeypatch
 ):
     read, fetched, missing = (file_of(server, number) for number in range(3))
@@ -270,7 +270,7 @@ def test_a_file_that_becomes_whole_while_room_is_made_counts_as_there(
     os.close(handle)
 
 
-def test_readers_of_a_file_fetched_meanwhile_keep_nobody_waiting(server, tmp_path, monkeypatch):
+def test_waiting_processes_do_not_wait_for_readers(server, tmp_path, monkeypatch):
     """It becomes whole, and is read by another, just before its lock would be waited for."""
     file = file_of(server, 1)
     cache = ShardCache(tmp_path / "cache", MB)
@@ -307,7 +307,7 @@ ShardCache(folder, 10**6).open(CachedFile(RemoteFolder(url), name, int(size)))
 """
 
 
-def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(server, tmp_path):
+def test_killed_downloads_are_not_read(server, tmp_path):
     file, folder = file_of(server, 1), tmp_path / "cache"
     server.stalls[file.name] = 1
     command = [sys.executable, "-c", KILLED, server.url, file.name, str(file.bytes), str(folder)]
@@ -325,7 +325,7 @@ def test_a_killed_fetch_leaves_nothing_that_is_taken_for_good(server, tmp_path):
     assert not part.exists()
 
 
-def test_what_a_killed_fetch_left_makes_room(server, tmp_path):
+def test_leftovers_of_killed_downloads_are_evicted(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
     left = cache.folder / (file_of(server, 2).path + ".part")
     left.parent.mkdir()
@@ -338,7 +338,7 @@ def test_what_a_killed_fetch_left_makes_room(server, tmp_path):
     assert held(cache) == [0, 1]
 
 
-def test_a_file_cut_off_on_the_disk_is_fetched_again(server, tmp_path):
+def test_truncated_cache_files_are_downloaded_again(server, tmp_path):
     cache, file = ShardCache(tmp_path / "cache", MB), file_of(server, 0)
     os.close(cache.open(file))
     os.truncate(cache.folder / file.path, 100)
@@ -346,7 +346,7 @@ def test_a_file_cut_off_on_the_disk_is_fetched_again(server, tmp_path):
     assert server.asked[file.name] == 2
 
 
-def test_another_shard_of_that_name_is_another_file(server, tmp_path):
+def test_shards_of_one_name_with_other_content_are_other_files(server, tmp_path):
     manifest(server)
     cache = ShardCache(tmp_path / "cache", MB)
     assert ShardIndex.open(server.url, cache).read(0, 0).image != b""
@@ -362,7 +362,7 @@ def test_another_shard_of_that_name_is_another_file(server, tmp_path):
         ShardIndex.open(server.url, cache, SHORT).read(0, 0)
 
 
-def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
+def test_prefetch_downloads_and_raises_nothing(server, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     index = ShardIndex.open(server.url, cache, SHORT)
     server.fails["shard-000001.tar"] = 1000
@@ -380,7 +380,7 @@ def test_prefetch_fetches_and_keeps_trouble_to_itself(server, tmp_path):
     assert server.asked["shard-000003.tar"] == 1
 
 
-def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
+def test_rows_are_prefetched_and_replace_header_scans(server, tmp_path):
     [rows] = server.folder.glob("samples-*.npy")
     cache = ShardCache(tmp_path / "cache", MB)
     index = ShardIndex.open(server.url, cache)
@@ -402,7 +402,7 @@ def test_rows_come_in_the_background_and_spare_the_headers(server, tmp_path):
     assert read_all(index) == read_all(ShardIndex.open(server.folder))
 
 
-def test_what_cannot_start_says_so(server, batches, tmp_path):
+def test_invalid_remote_folders_are_refused(server, batches, tmp_path):
     cache = ShardCache(tmp_path / "cache", MB)
     with pytest.raises(ConfigError, match=r"need a cache.*data\.cache=\{folder"):
         ShardIndex.open(server.url, None)
@@ -426,7 +426,7 @@ def test_what_cannot_start_says_so(server, batches, tmp_path):
         ShardIndex.open(server.url, cache)
 
 
-def test_a_full_disk_is_no_missing_shard(server, tmp_path, monkeypatch):
+def test_full_disk_raises_data_error(server, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -436,7 +436,7 @@ def test_a_full_disk_is_no_missing_shard(server, tmp_path, monkeypatch):
         index.read(0, 0)
 
 
-def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(tmp_path, monkeypatch):
+def test_cache_folders_of_others_or_writable_by_all_are_refused(tmp_path, monkeypatch):
     ShardCache(tmp_path / "made" / "cache", 1)
     assert (tmp_path / "made" / "cache").stat().st_mode & 0o777 == 0o700
     (tmp_path / "planted").mkdir()
@@ -454,7 +454,7 @@ def test_a_cache_is_of_one_user_and_no_folder_that_all_may_write(tmp_path, monke
 WORD = "a/b@c&d=e %2F"
 
 
-def test_a_path_of_the_environment_is_inserted_as_it_is(tmp_path, monkeypatch):
+def test_environment_variables_in_paths_are_not_quoted(tmp_path, monkeypatch):
     folder = tmp_path / "a b" / "c%d"
     folder.mkdir(parents=True)
     digest = "ab" * 32
@@ -471,7 +471,7 @@ def test_a_path_of_the_environment_is_inserted_as_it_is(tmp_path, monkeypatch):
         assert RemoteFolder(url).digests(names) == {"0.tar": digest}
 
 
-def test_secrets_of_the_environment_may_hold_any_character(monkeypatch):
+def test_environment_variables_in_credentials_are_quoted(monkeypatch):
     monkeypatch.setenv("WORD", WORD)
     monkeypatch.setenv("D", "a/b")
     files, path = open_filesystem("https://me:${WORD}@host/${D}/x?token=${WORD}")
@@ -485,7 +485,7 @@ POLICIES = {"fail": DataError, "pause": PausedDataError, "skip": BadSample}
 
 
 @pytest.mark.parametrize("trouble", ["fails", "halves", "stalls", "others"])
-def test_trouble_that_passes_is_sat_out(server, tmp_path, trouble, monkeypatch):
+def test_transient_failures_are_retried(server, tmp_path, trouble, monkeypatch):
     manifest(server)
     monkeypatch.setattr(remote, "_READ_SECONDS", 0.2)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB))
@@ -496,7 +496,7 @@ def test_trouble_that_passes_is_sat_out(server, tmp_path, trouble, monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("status", [404, 403, 500, 503, 429])
-def test_trouble_that_stays_ends_as_the_policy_says(server, tmp_path, status, policy):
+def test_lasting_failures_follow_the_policy(server, tmp_path, status, policy):
     outages = OutageConfig(seconds=0.1, policy=policy)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
     server.status, server.fails[SHARD] = status, 1000
@@ -515,7 +515,7 @@ def test_trouble_that_stays_ends_as_the_policy_says(server, tmp_path, status, po
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_other_bytes_than_the_manifest_says_are_never_read(server, tmp_path, policy):
+def test_shards_that_differ_from_the_manifest_are_refused(server, tmp_path, policy):
     manifest(server, 3)
     outages = OutageConfig(seconds=0.1, policy=policy)
     index = ShardIndex.open(server.url, ShardCache(tmp_path / "cache", MB), outages)
@@ -532,7 +532,7 @@ def test_other_bytes_than_the_manifest_says_are_never_read(server, tmp_path, pol
 
 
 @pytest.mark.parametrize("policy", ["fail", "pause"])
-def test_a_worker_says_why_it_cannot_go_on(server, batches, tmp_path, policy):
+def test_errors_of_workers_name_shard_and_remedy(server, batches, tmp_path, policy):
     options = {"outages": {"seconds": 0.1, "policy": policy}, "workers": 1}
     cache = {"folder": str(tmp_path / "cache"), "limit": MB}
     stream = batches(server.url, cache, **options)
@@ -544,7 +544,7 @@ def test_a_worker_says_why_it_cannot_go_on(server, batches, tmp_path, policy):
     assert "Traceback" not in str(error.value)
 
 
-def test_what_somebody_fetches_keeps_no_other_shard_waiting(make_shards, tmp_path):
+def test_a_slow_download_does_not_block_prefetching(make_shards, tmp_path):
     with serve(make_shards(count=25, per_shard=5)) as server:
         slow, *others = (file_of(server, number) for number in range(5))
         server.stalls[slow.name] = 1

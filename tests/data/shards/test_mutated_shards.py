@@ -101,7 +101,7 @@ def test_tars_damaged_after_they_were_indexed(tmp_path, make_data, damage):
     assert counts["good"] >= COUNT / 2
 
 
-def test_a_tar_cut_at_every_block_loses_what_is_behind_the_cut(tmp_path, make_data):
+def test_truncated_tars_lose_only_samples_after_the_cut(tmp_path, make_data):
     whole = shard(0)
     lengths = sorted({*range(0, len(whole), 512), *range(7, len(whole), 512)})
     for length in lengths:
@@ -173,7 +173,7 @@ def damaged(damages, data, count, seed):
         yield BYTES[number % len(BYTES)](rng, mutant) if number % 5 == 4 and mutant else mutant
 
 
-def test_bad_samples_up_to_the_stated_share_are_counted_once(tmp_path, make_data):
+def test_bad_samples_below_the_maximum_share_are_counted_once(tmp_path, make_data):
     files = [
         dict(sample(0)[1]),
         {"png": ENCODED["png"][:300], "json": annotation(1)},

@@ -45,7 +45,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_what_is_written_is_read_at_random(tmp_path):
+def test_written_samples_are_read_in_random_order(tmp_path):
     first = Annotation(captions=["a", "b"], boxes=[[0, 1, 2, 3]])
     with ShardWriter(tmp_path, 2) as writer:
         writer.write("x", b"X" * 513, "jpg", first)
@@ -80,7 +80,7 @@ def test_webdataset_reads_our_shards(make_shards):
     assert captions == [captions_of(sample.annotation) for sample in ours]
 
 
-def test_we_read_what_webdataset_writes(tmp_path):
+def test_shards_of_webdataset_are_read(tmp_path):
     long = "a_very_long_key_" * 10
     with webdataset.TarWriter(str(tmp_path / "00000.tar")) as sink:
         sink.write({"__key__": "folder/one", "jpg": b"1", "txt": "first", "json": {"url": "u"}})
@@ -99,7 +99,7 @@ def test_we_read_what_webdataset_writes(tmp_path):
     assert index.caption_ends(0).tolist() == [1, 2, 3]
 
 
-def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_shards_are_synced_before_they_are_renamed(tmp_path, monkeypatch):
     synced = []
     fsync, rename = os.fsync, Path.rename
 
@@ -121,7 +121,7 @@ def test_a_shard_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("stop", [0, 3, 4, 6, 8, 9])
-def test_interrupted_and_run_again_gives_the_same_files(tmp_path, stop):
+def test_resumed_writing_gives_equal_files(tmp_path, stop):
     def interrupted():
         yield from range(stop)
         raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def test_interrupted_and_run_again_gives_the_same_files(tmp_path, stop):
     assert files(tmp_path / "twice") == files(tmp_path / "whole")
 
 
-def test_keys_and_extensions_that_readers_would_not_find_are_refused(tmp_path):
+def test_invalid_keys_and_extensions_are_refused(tmp_path):
     with ShardWriter(tmp_path) as writer:
         writer.write("a", b"", "png", Annotation())
         for key, extension, message in (
@@ -148,7 +148,7 @@ def test_keys_and_extensions_that_readers_would_not_find_are_refused(tmp_path):
                 writer.write(key, b"", extension, Annotation())
 
 
-def test_samples_behind_those_of_the_index_are_counted(tmp_path, caplog):
+def test_samples_missing_in_the_index_are_reported(tmp_path, caplog):
     files = {f"{key}.{end}": b"1" * 9000 for key in "abc" for end in ("jpg", "txt")}
     write_tar(tmp_path / "0.tar", list(files.items())[:2])
     index_folder(tmp_path)
@@ -204,7 +204,7 @@ def test_without_its_rows_an_index_reads_headers(make_shards, tmp_path):
     assert ShardIndex.open(folder).read(*places[7]) == expected[7]
 
 
-def test_rows_spare_the_headers(make_shards, monkeypatch):
+def test_rows_replace_header_scans(make_shards, monkeypatch):
     index = ShardIndex.open(make_shards(count=30, per_shard=30, kind="jpg"))
     read, reads = os.pread, []
 
@@ -218,7 +218,7 @@ def test_rows_spare_the_headers(make_shards, monkeypatch):
     assert size < index.shards[0].bytes / 20
 
 
-def test_a_shard_that_was_replaced_is_read_anew_or_named(tmp_path):
+def test_replaced_shards_are_scanned_or_reported(tmp_path):
     write_tar(tmp_path / "0.tar", {f"a{n}.jpg": bytes([n]) * 600 for n in range(4)}.items())
     index_folder(tmp_path)
     write_tar(tmp_path / "0.tar", {f"b{n}.png": bytes([n]) * 9000 for n in range(3)}.items())
@@ -258,7 +258,7 @@ def test_a_damaged_header_in_the_middle(tmp_path):
     assert read_all(ShardIndex.open(tmp_path)) == ["k0", "k1", "k4", "k5", "k6", "k7"]
 
 
-def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path):
+def test_invalid_and_missing_shards(tmp_path):
     write(tmp_path, range(8))
     (tmp_path / "shard-000000.tar").write_bytes(os.urandom(4096))
     (tmp_path / "shard-000001.tar").unlink()
@@ -269,7 +269,7 @@ def test_not_a_tar_at_all_and_a_shard_that_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"\x93NUMPY\x01\x00", b"[" * 100_000])
-def test_what_is_no_index(tmp_path, content):
+def test_files_that_are_not_an_index_are_refused(tmp_path, content):
     (tmp_path / "index.npz").write_bytes(content)
     with pytest.raises(ConfigError, match=r"index\.npz: not an index.*data_tools index"):
         ShardIndex.open(tmp_path)
@@ -292,7 +292,7 @@ def test_what_is_no_index(tmp_path, content):
         ({"bytes": np.array([9, 9], dtype=object)}, "allow_pickle"),
     ],
 )
-def test_an_index_that_cannot_be_used(make_shards, changed, reason):
+def test_invalid_indices_are_refused(make_shards, changed, reason):
     folder = make_shards(count=4, per_shard=2)
     change_index(folder, **changed)
     with pytest.raises(ConfigError, match=rf"index\.npz: .*{reason}.*data_tools index"):
@@ -328,7 +328,7 @@ print(len(index.shards), peak() - before, seconds)
 """
 
 
-def test_an_index_of_many_shards_is_small_and_quick(tmp_path):
+def test_large_indices_are_small_and_fast(tmp_path):
     """A tenth of the bounds of a million shards: 50 MB and 2 s."""
     shards = 100_000
     entries = (ShardEntry(f"{n:08d}.tar", 1000, 30_000_000 + n, 5000, n % 3) for n in range(shards))
@@ -417,7 +417,7 @@ def test_killed_before_any_step_of_writing(tmp_path):
 
 
 @pytest.mark.nightly
-def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path):
+def test_killed_indexing_leaves_the_old_or_the_new_index(tmp_path):
     write(tmp_path / "old", range(4))
     write(tmp_path / "new", range(8))
     shard = "shard-000001.tar"
@@ -448,7 +448,7 @@ def test_killed_while_indexing_the_old_index_or_the_new_one_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("deleted", [[0], [1], [0, 1], [2]])
-def test_deleted_shards_come_back_and_the_others_stay(tmp_path, deleted):
+def test_deleted_shards_are_rewritten_and_others_stay(tmp_path, deleted):
     write(tmp_path)
     whole = files(tmp_path)
     for number in deleted:
@@ -461,7 +461,7 @@ def test_deleted_shards_come_back_and_the_others_stay(tmp_path, deleted):
     )
 
 
-def test_a_shard_of_another_process_is_not_written_over(tmp_path):
+def test_shards_of_another_process_are_not_overwritten(tmp_path):
     other = tmp_path / "shard-000000.tar"
     with pytest.raises(ConfigError, match=r"shard-000000\.tar: was written by another process"):
         write(tmp_path, before=lambda number: other.write_bytes(b"theirs") if number == 3 else None)
@@ -469,7 +469,7 @@ def test_a_shard_of_another_process_is_not_written_over(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [0, 300, 4000, 20_000, 23_000])
-def test_room_for_so_many_bytes_of_a_file(tmp_path, limit):
+def test_a_limit_of_file_size_leaves_no_partial_shard(tmp_path, limit):
     write(tmp_path / "whole")
     whole, folder = files(tmp_path / "whole"), tmp_path / "limited"
     assert max(len(data) for data in whole.values()) > 23_000

@@ -43,7 +43,7 @@ TRICKS = {
 
 
 @pytest.mark.parametrize("trick", TRICKS.values(), ids=TRICKS)
-def test_what_is_no_plain_image_is_a_missing_one(tmp_path, trick):
+def test_links_and_special_files_are_missing_images(tmp_path, trick):
     content = tar(GOOD, trick, member("a.json", JSON), member("b.png", PNG))
     assert found(tmp_path, content) == ["good", "missing image", "b"]
 
@@ -89,7 +89,7 @@ def test_long_names_of_both_kinds(tmp_path):
     assert found(tmp_path, tar(everywhere, GOOD)) == ["good"]
 
 
-def test_content_behind_the_end_is_not_passed_over(tmp_path):
+def test_content_after_the_end_of_a_tar_is_reported(tmp_path):
     path = tmp_path / "0.tar"
     first, second = tar(GOOD) + bytes(8192), tar(FINE)
     names, problem = problem_of(path, first + second)
@@ -101,7 +101,7 @@ def test_content_behind_the_end_is_not_passed_over(tmp_path):
     assert problem == f"more content behind its end at byte {len(GOOD)}"
 
 
-def test_a_compressed_tar_or_none_at_all(tmp_path):
+def test_compressed_and_invalid_tars_are_refused(tmp_path):
     for content in (gzip.compress(tar(GOOD)), b"<html>404</html>" * 99, b"x", bytes(511), PNG):
         names, problem = problem_of(tmp_path / "0.tar", content)
         assert names == []
@@ -110,7 +110,7 @@ def test_a_compressed_tar_or_none_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere", "loop"])
-def test_what_is_called_a_shard_but_is_no_file(tmp_path, kind):
+def test_shards_that_are_not_regular_files_are_missing(tmp_path, kind):
     path = tmp_path / "0.tar"
     if kind == "folder":
         path.mkdir()
@@ -123,7 +123,7 @@ def test_what_is_called_a_shard_but_is_no_file(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "nowhere"])
-def test_a_shard_that_becomes_no_file(tmp_path, kind):
+def test_shards_replaced_by_other_file_types(tmp_path, kind):
     assert found(tmp_path, tar(GOOD)) == ["good"]
     path = tmp_path / "0.tar"
     index = ShardIndex.open(tmp_path)
@@ -170,7 +170,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path, within, name):
+def test_hostile_sizes_take_no_time_or_memory(tmp_path, within, name):
     path = tmp_path / "0.tar"
     path.write_bytes(GOOD + FINE + SIZES[name] + END)
     with within(seconds=2, peak=2_000_000):
@@ -184,7 +184,7 @@ def test_absurd_sizes_cost_neither_time_nor_memory(tmp_path, within, name):
     assert [index.read(0, number).key for number in range(2)] == ["good", "fine"]
 
 
-def test_attributes_of_half_a_megabyte_may_stand_before_a_file(tmp_path):
+def test_large_pax_attributes_are_read(tmp_path):
     icon = pax({"LIBARCHIVE.xattr.com.apple.ResourceFork": "x" * 500_000})
     path = tmp_path / "0.tar"
     path.write_bytes(icon + GOOD + icon + FINE + END)
@@ -221,13 +221,13 @@ def huge(name, size):
     ],
     ids=["image", "second", "json", "txt", "film", "between"],
 )
-def test_files_of_gigabytes_are_not_read(tmp_path, within, parts, result):
+def test_files_of_gigabytes_are_refused(tmp_path, within, parts, result):
     sparse_file(tmp_path / "0.tar", *parts)
     with within(seconds=10, peak=16_000_000):
         assert found(tmp_path, None) == [result]
 
 
-def test_small_tars_hold_plain_files_and_no_floods(tmp_path):
+def test_stored_files_limits_members_and_sizes(tmp_path):
     path = tmp_path / "small.tar"
     link = member("a.png", b"", b"2", b"/etc/passwd")
     path.write_bytes(gzip.compress(tar(GOOD, link)))
@@ -261,7 +261,7 @@ def slow(data):
 
 @settings(deadline=None)
 @given(contents)
-def test_plain_parts_are_read(files):
+def test_plain_members_list_usual_headers(files):
     data = part({f"key_{n}.json": content for n, content in enumerate(files)})
     members = plain_members(data)
     assert members == slow(data)
@@ -270,7 +270,7 @@ def test_plain_parts_are_read(files):
 
 @settings(deadline=None, max_examples=300)
 @given(contents, st.integers(0, 511), st.integers(0, 255), st.booleans(), st.booleans())
-def test_of_anything_else_tarfile_is_asked(files, place, byte, mend, cut):
+def test_plain_members_equal_tarfile_or_none(files, place, byte, mend, cut):
     """A byte of the first header changed, its checksum mended or not: no other answer."""
     data = bytearray(part({f"key_{n}.json": content for n, content in enumerate(files)}))
     data[place] = byte

@@ -67,19 +67,19 @@ def test_foils_of_one_caption(kind, caption, foils):
         ("preposition", "A dog behind a tree", "A cat in front of a dog"),
     ],
 )
-def test_what_another_caption_says_is_no_foil(kind, caption, other):
+def test_words_of_other_captions_make_no_foil(kind, caption, other):
     assert every_foil(kind, caption)
     assert not every_foil(kind, caption, other)
 
 
-def test_articles_and_capitals_follow_what_is_exchanged():
+def test_articles_and_capitals_are_adapted():
     assert apply_edits("An old hat", [Edit(3, 6, "red")]) == "A red hat"
     assert apply_edits("a red hat, a cap", [Edit(2, 5, "orange")]) == "an orange hat, a cap"
     assert apply_edits("Red caps", [Edit(0, 3, "blue")]) == "Blue caps"
     assert apply_edits("red caps", [Edit(0, 3, "blue")]) == "blue caps"
 
 
-def test_a_choice_depends_on_seed_key_and_kind_alone():
+def test_foils_depend_only_on_seed_key_and_kind():
     captions = ["Two dogs behind a red bench", "A pink cap on two boys"]
     assert make_foils(captions, 3, "k") == make_foils(captions, 3, "k")
     drawn = {str(make_foils(captions, seed, key)) for seed in range(5) for key in "ab"}

@@ -38,7 +38,7 @@ def test_ids_and_masks(text):
     assert text.words("") == ["[CLS]", "[SEP]"]
 
 
-def test_special_tokens_written_in_a_caption_are_no_words(text):
+def test_special_tokens_in_captions_are_not_words(text):
     tokens = text(["dog [SEP] dog [MASK]"])
     assert tokens.text_ids[0].tolist()[2] == text.sep_id
     words = tokens.word_mask[0].tolist()
@@ -145,7 +145,7 @@ def test_robertas_special_tokens_are_read_and_saved(tmp_path):
     assert theirs.mask_token_id == 4
 
 
-def test_words_of_weights_are_held_against_the_vocabulary(text, tmp_path):
+def test_require_words_of_compares_vocabularies(text, tmp_path):
     text.require_words_of(str(tmp_path))  # it has no tokenizer
     text.require_words_of("bert-base-uncased")  # a name of the hub
     text.save(tmp_path)

@@ -102,7 +102,7 @@ def test_only_words_are_masked_and_at_least_one(words, share, seed):
     assert new.dtype == labels.dtype == np.int64
 
 
-def test_shares_of_the_three_kinds():
+def test_masking_proportions():
     ids = np.full(20_000, 10)
     new, labels = mask_ids(ids, np.ones(20_000, dtype=bool), 0.15, 0)
     chosen = labels != -100
