@@ -198,7 +198,7 @@ class PixelTransformer(nn.Module):
         """
         shape = (self.size, self.size, CHANNELS)
         if tuple(values.shape[1:]) != shape:
-            raise ValueError(f"images must be (B, *{shape}), not {tuple(values.shape)}")
+            raise ValueError(f"images of {shape} each are needed, not {tuple(values.shape)}")
         # The input at an index is the previous value, with the encoding of the value to predict.
         before = functional.pad(values.flatten(1)[:, :-1], (1, 0), value=START)
         x = self.places(self.embedding(before)).repeat(1, 1, self.streams)

@@ -159,7 +159,7 @@ class WidgetCaptioner(nn.Module):
         width = config.width
         if width % config.heads or width % 2:
             raise ConfigError(
-                f"model.width {width} must be even and a multiple of model.heads {config.heads}"
+                f"model.heads {config.heads} must divide model.width {width}, which must be even"
             )
         self.start, self.end = start, end
         self.suppressed = tuple(token for token in special_ids if token != end)
