@@ -402,8 +402,9 @@ def _extrapolate(
         same_ranks=float(
             np.mean(
                 [
-                    candidate_set.rank(*query, a) == candidate_set.rank(*query, b)
-                    for *query, a, b in query_scores
+                    candidate_set.rank(direction, query, a)
+                    == candidate_set.rank(direction, query, b)
+                    for direction, query, a, b in query_scores
                 ]
             )
         ),

@@ -84,7 +84,7 @@ class Start(NamedTuple):
     """Seconds and bytes of one rank with one worker."""
 
     # Seconds until the index is open.
-    index: float
+    open_index: float
     # Seconds to the first batch, from the start and after a resume.
     first: float
     resume: float
@@ -160,7 +160,8 @@ def start_rank(folder: Path, scale: Scale, rank: int) -> Start:
             raise AssertionError(f"a sample of the corpus is bad: {batch.skipped[0]}")
         memory = max(memory, _resident_bytes() - before)
         batches.close()
-    return Start(index_seconds, *seconds, memory)
+    first, resume = seconds
+    return Start(index_seconds, first, resume, memory)
 
 
 def _resident_bytes() -> int:
@@ -299,7 +300,7 @@ def scale(
         executor = Executor(1, spawn=True)
         [start] = executor.map(partial(start_rank, Path(scratch), size), [ranks // 2])
     figures = [
-        Figure("scale/index_open", start.index, "s"),
+        Figure("scale/index_open", start.open_index, "s"),
         Figure("scale/first_batch", start.first, "s"),
         Figure("scale/resume", start.resume, "s"),
         Figure("scale/order_memory", start.memory / 1e6, "MB"),

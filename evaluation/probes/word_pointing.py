@@ -303,7 +303,7 @@ SMALL = 0.1
 class _Scene(NamedTuple):
     """Index of a sample, pixels (3, side, side), (width, height) of the image, and captions."""
 
-    index: int
+    sample: int
     pixels: torch.Tensor
     size: tuple[int, int]
     captions: list[str]
@@ -466,7 +466,7 @@ def _score_scenes(
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
         annotation, size = scene.annotation, scene.size
         pieces = [loaded.text.words(caption) for caption in scene.captions]
-        words += score_words(scene.index, annotation, size, pieces, cosine, anchors, grid, maps)
+        words += score_words(scene.sample, annotation, size, pieces, cosine, anchors, grid, maps)
     return words, sums
 
 
