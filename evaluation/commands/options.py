@@ -65,6 +65,7 @@ class EvaluationCommand(Command):
         from evaluation.samples import EvaluationError
         from vlp import distributed
         from vlp.config import ConfigError
+        from vlp.data.shards.sample_files import DataError
         from vlp.io import redact
 
         logging.basicConfig(level=logging.WARNING)
@@ -81,6 +82,8 @@ class EvaluationCommand(Command):
             message = redact(str(error))
             if distributed.is_lost_peer(error):
                 message = "lost another rank; see the message of that rank"
+            elif isinstance(error, DataError):
+                message = error.plain_message
             # Any other RuntimeError is a defect: show its traceback.
             elif isinstance(error, RuntimeError):
                 raise

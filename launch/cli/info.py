@@ -154,8 +154,12 @@ def keys(
         "finetune": FinetuneConfig,
         "vision": VisionConfig,
     }
+    try:
+        matches = re.compile(pattern or "").search
+    except re.error as error:
+        raise typer.BadParameter(f"PATTERN {pattern!r}: {error}") from error
     for path, field in schema_fields(schemas[of]):
-        if pattern is None or re.search(pattern, path):
+        if matches(path):
             default = field.get_default(call_default_factory=True, validated_data={})
             is_plain = isinstance(default, str | int | float | tuple | None)
             default_text = f" = {default}" if is_plain and default is not PydanticUndefined else ""

@@ -1,5 +1,6 @@
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -67,6 +68,15 @@ def test_a_device_that_is_not_here_is_refused_at_once(command, capsys):
         main([*command, "--model", "m", "--device", name])
     assert leaving.value.code == 2
     assert f"{name!r} cannot be used here: " in capsys.readouterr().err
+
+
+def test_a_shard_that_cannot_be_opened_is_one_line(places, tmp_path, capsys):
+    shards = shutil.copytree(places["SHARDS"], tmp_path / "shards")
+    shard = min(shards.glob("*.tar"))
+    shard.unlink()
+    shard.mkdir()
+    assert main(["retrieval", "--model", places["MODEL"], "--shards", str(shards)]) == 1
+    assert f"error on rank 0: missing shard: {shard} (" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

@@ -132,6 +132,8 @@ def test_configuration_keys_are_listed_by_a_pattern(capsys):
     ]
     assert main(["config", "keys", "^task.model.absolute", "--of", "vision"]) == 0
     assert "task.model.absolute" in capsys.readouterr().out
+    assert main(["config", "keys", "(["]) == 2
+    assert "error: PATTERN '([': unterminated character set" in capsys.readouterr().err
 
 
 def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
