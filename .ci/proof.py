@@ -33,14 +33,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = 2
 TIMES = {"step", "seconds", "samples_per_second", "data_wait_share"}
-# Imported once for all runs, to save their starts; what is not there is passed over.
+# Imported once for all runs, which saves time; missing modules are ignored.
 PRELOADED = ["torch", "transformers", "timm", "scipy.stats", "launch.pretrain", "vlp.training.loop"]
 
 CORPUS = """data scenes --out @ --processes 1 --train 600 --val 48 --swaps 32
     --nlvr2 160 --nlvr2-val 16 --snli-ve 160 --snli-ve-val 16"""
-WORDS = "data vocabulary --shards @train @nlvr2 @snli_ve --texts all --size 256 --out @vocabulary"
-# A run a line: kind and name | steps | configuration | overrides. @train is the folder `train` of
-# the corpus; later overrides win over earlier ones and over those of the kind, in `OF_KIND`.
+VOCAB = "data vocabulary --shards @train @nlvr2 @snli_ve --texts all --size 256 --out @vocabulary"
+# One run per line: kind and name | steps | configuration | overrides, after those of the kind in
+# `OVERRIDES`; later overrides win. @train is the folder `train` of the corpus.
 RUNS = """
 vision sape | 8 | vision/cifar10_vit_tiny | @labelled
 vision fourier | 8 | vision/cifar10_vit_tiny | @labelled | task.model.positions=[{name: fourier}]
@@ -92,7 +92,7 @@ finetune caption | 30 | finetune/scenes_caption | task.data.train=[@train]
 finetune grounding | 30 | finetune/scenes_grounding | task.data.sources=[@train]
     | task.data.validation=[@val] | task.objectives.itm.group=16
 """
-OF_KIND = {
+OVERRIDES = {
     "vision": ["training.engine=ddp"],
     "pretrain": [
         *("training.engine=ddp", "data.workers=0", "data.sources=[@train]"),
@@ -100,7 +100,7 @@ OF_KIND = {
     ],
     "finetune": ["task.data.validation_limit=16", "training.evaluate_every=15"],
 }
-RESUMED = ["pretrain/scenes_tiny", "objectives.teacher={queue: 64}", "training.checkpoint_every=4"]
+RESUME = ["pretrain/scenes_tiny", "objectives.teacher={queue: 64}", "training.checkpoint_every=4"]
 EVALUATIONS = """
 retrieval | evaluate retrieval --shards @val --rerank 8
 retrieval match | evaluate retrieval --shards @val --rerank 4 --rerank-by match
@@ -111,38 +111,38 @@ swaps | evaluate swaps --shards @swaps
 
 
 class Proof:
-    """Runs everything in a temporary folder and collects figures by section and name."""
+    """Runs of all parts in a temporary folder, with their figures by section and name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.failed = folder, list[str]()
         self.figures: dict[str, dict[str, Any]] = {}
-        # A fork of a server that has imported everything starts at once, and is as good as new.
+        # A process that forks from a server with all imports starts at once.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
 
     def all_but_demo(self) -> None:
-        """Run every part, `PROCESSES` at a time; what others start from comes first."""
+        """Run every part but the demo, `PROCESSES` at a time; parts wait for their inputs."""
         with ThreadPoolExecutor(PROCESSES) as pool:
-            first = pool.submit(self._try, "corpus", self._corpus)
+            first = pool.submit(self._run, "corpus", self._corpus)
             tiny = None
-            pool.submit(self._try, "interface", self._interface)
+            pool.submit(self._run, "interface", self._interface)
             _write_images(self.folder / "shards")
             for line in re.sub(r"\n +", " ", RUNS.strip()).split("\n"):
                 name, steps, config, *overrides = line.split(" | ")
-                after = {"vision": None, "pretrain": first}.get(name.split()[0], tiny)
+                needs = {"vision": None, "pretrain": first}.get(name.split()[0], tiny)
                 run = (config, *overrides)
-                future = pool.submit(self._try, name, self._train, int(steps), *run, after=after)
+                future = pool.submit(self._run, name, self._train, int(steps), *run, needs=needs)
                 if name == "pretrain scenes_tiny":
                     tiny = future
-            pool.submit(self._try, "resume", self._resume, after=first)
+            pool.submit(self._run, "resume", self._resume, needs=first)
             for line in EVALUATIONS.strip().split("\n"):
-                name, words = line.split(" | ")
-                pool.submit(self._try, f"evaluate {name}", self._evaluate, words, after=tiny)
+                name, arguments = line.split(" | ")
+                pool.submit(self._run, f"evaluate {name}", self._evaluate, arguments, needs=tiny)
 
-    def _try(self, name: str, part: Any, *arguments: Any, after: Future[Any] | None = None) -> None:
-        """Run a part and collect its figures; print a failure and go on."""
-        if after is not None:
-            after.result()
+    def _run(self, name: str, part: Any, *arguments: Any, needs: Future[Any] | None = None) -> None:
+        """Run a part and collect its figures; print a failure and continue."""
+        if needs is not None:
+            needs.result()
         start = time.monotonic()
         try:
             for section, figures in part(name, *arguments).items():
@@ -153,15 +153,15 @@ class Proof:
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
 
     def demo(self, name: str) -> dict[str, Any]:
-        """Return the tables of `make demo`, with threads and ranks of its own."""
+        """Run `make demo` with its own threads and ranks; return its tables."""
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        command = [sys.executable, str(ROOT / "launch/demo.py")]
+        command = [sys.executable, "-m", "launch", "demo"]
         subprocess.run(command, cwd=self.folder, env=environment, check=True)
         return {"demo": _tables(name, self.folder / "runs/demo/run/evaluation/model")}
 
     def _corpus(self, name: str) -> dict[str, Any]:
         self._vlp(name, *CORPUS.split())
-        self._vlp(f"{name} words", *WORDS.split())
+        self._vlp(f"{name} vocabulary", *VOCAB.split())
         shards = self.folder / "shards"
         files = [*shards.rglob("*.tar"), shards / "vocabulary/vocab.txt"]
         return {"corpus": {str(f.relative_to(shards)): _hash(f.read_bytes()) for f in files}}
@@ -186,15 +186,15 @@ class Proof:
             for override in overrides
             for w in (labelled if override == "@labelled" else [override])
         ]
-        return [*command, *OF_KIND[kind], *settings]
+        return [*command, *OVERRIDES[kind], *settings]
 
     def _resume(self, name: str) -> dict[str, Any]:
         """Kill a run between checkpoints and resume it; raise if it differs from a whole one."""
-        whole = self._train(f"pretrain {name}", 12, *RESUMED)
+        whole = self._train(f"pretrain {name}", 12, *RESUME)
         killed = f"pretrain {name} killed"
-        words = self._training(killed, 12, *RESUMED)
-        self._vlp(killed, *words, kill_at=6)
-        self._vlp(killed, *words, "--resume")
+        arguments = self._training(killed, 12, *RESUME)
+        self._vlp(killed, *arguments, kill_at=6)
+        self._vlp(killed, *arguments, "--resume")
         resumed = json.loads(json.dumps(self._logged(killed)).replace(killed, f"pretrain {name}"))
         if resumed != whole:
             raise RuntimeError("losses or weights of a resumed run are not the whole one's")
@@ -202,9 +202,9 @@ class Proof:
             raise RuntimeError("the killed run began anew")
         return whole
 
-    def _evaluate(self, name: str, words: str) -> dict[str, Any]:
+    def _evaluate(self, name: str, arguments: str) -> dict[str, Any]:
         out = self.folder / name
-        self._vlp(name, *words.split(), "--model", "@model", "--out", str(out))
+        self._vlp(name, *arguments.split(), "--model", "@model", "--out", str(out))
         return {"evaluation": _tables(name, out)}
 
     def _logged(self, name: str) -> dict[str, Any]:
@@ -221,13 +221,13 @@ class Proof:
         weights = {name: _weights(self.folder / name / "model")}
         return {"losses": losses, "weights": weights, "interface": {f"{name}: keys": keys}}
 
-    def _vlp(self, name: str, *words: str, kill_at: int = 0) -> None:
-        """Run `vlp WORDS` in a process of its own; kill it when `kill_at` steps are logged."""
+    def _vlp(self, name: str, *arguments: str, kill_at: int = 0) -> None:
+        """Run `vlp ARGUMENTS` in a new process; kill it when `kill_at` steps are logged."""
         model, shards = self.folder / "pretrain scenes_tiny/model", self.folder / "shards"
         command = [
-            re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in words
+            re.sub("@(?!model)", f"{shards}/", w).replace("@model", str(model)) for w in arguments
         ]
-        self._start(name, _command, command, kill_at=kill_at)
+        self._start(name, _run_vlp, command, kill_at=kill_at)
 
     def _start(self, name: str, part: Any, argument: Any, kill_at: int = 0) -> None:
         output, log = self.folder / f"{name}.txt", self.folder / name / "log.jsonl"
@@ -243,18 +243,18 @@ class Proof:
             raise RuntimeError(f"exit code {process.exitcode}\n{message}")
 
 
-def _entry(words: list[str]) -> Any:
-    """Run `vlp WORDS`."""
+def _entry(arguments: list[str]) -> Any:
+    """Run `vlp ARGUMENTS`."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["vlp"].partition(":")
-    return getattr(importlib.import_module(module), function)(words)
+    return getattr(importlib.import_module(module), function)(arguments)
 
 
-def _command(words: list[str], output: str) -> None:
+def _run_vlp(arguments: list[str], output: str) -> None:
     log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.exit(_entry(words))
+    sys.exit(_entry(arguments))
 
 
 def _write_help(path: str, output: str) -> None:
@@ -262,13 +262,13 @@ def _write_help(path: str, output: str) -> None:
     texts: dict[str, str] = {}
     pending: list[list[str]] = [[]]
     while pending:
-        words, text = pending.pop(), io.StringIO()
+        arguments, text = pending.pop(), io.StringIO()
         with redirect_stdout(text), redirect_stderr(text), suppress(SystemExit):
-            _entry([*words, "--help"])
-        texts[" ".join(["vlp", *words])] = text.getvalue()
+            _entry([*arguments, "--help"])
+        texts[" ".join(["vlp", *arguments])] = text.getvalue()
         subcommands = text.getvalue().partition("\nCommands:\n")[2]
         pending += [
-            [*words, name] for name in re.findall(r"^  ([\w-]+)", subcommands, re.MULTILINE)
+            [*arguments, name] for name in re.findall(r"^  ([\w-]+)", subcommands, re.MULTILINE)
         ]
     Path(path).write_text(json.dumps(texts))
 
@@ -384,7 +384,7 @@ def main() -> int:
         proof = Proof(Path(folder))
         proof.all_but_demo()
         if not options.quick:
-            proof._try("demo", proof.demo)
+            proof._run("demo", proof.demo)
     # NaN, which is no number that equals itself, is read again as text.
     new = json.loads(json.dumps(proof.figures), parse_constant=str)
     options.out.parent.mkdir(parents=True, exist_ok=True)

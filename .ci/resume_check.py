@@ -1,7 +1,7 @@
 """A short real pretraining on two DeepSpeed ranks, killed without warning and resumed.
 
 Everything goes through the public commands, as a user would run them; `make resume-check` and CI
-call it. Ends with 1 when the resumed run did not go on where the checkpoint was, or did not finish.
+call it. Ends with 1 when the resumed run did not continue at the checkpoint, or did not finish.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def main() -> int:
 def _check(folder: Path) -> int:
     shards, run = folder / "shards", folder / "run"
     _tool("data_tools", "scenes", "--out", shards, "--train", 400, "--val", 32)
-    words = ("--size", 256, "--out", shards / "vocabulary")
-    _tool("data_tools", "vocabulary", "--shards", shards / "train", *words)
+    arguments = ("--size", 256, "--out", shards / "vocabulary")
+    _tool("data_tools", "vocabulary", "--shards", shards / "train", *arguments)
     launcher = (str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2")
     script = [
         "launch/pretrain.py",
