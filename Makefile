@@ -10,7 +10,7 @@ SHELL := /bin/bash
 
 # `make demo FRESH=1` deletes a finished run first.
 demo: $(READY)
-	$(BIN)/python launch/demo.py $(if $(FRESH),--fresh)
+	$(BIN)/python -m launch demo $(if $(FRESH),--fresh)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --durations=30

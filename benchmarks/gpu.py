@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib.metadata import version
@@ -38,13 +38,13 @@ from benchmarks.step import WARM_UP, WITH, WITHOUT, Trainee, added_share, random
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Slots
-from vlp.io import write_text
+from vlp.io import write_tensors, write_text
 from vlp.tasks.pretraining import Pretraining
 from vlp.training import loop
 from vlp.training.config import Compile, PretrainConfig, TrainingConfig
 from vlp.training.engines.compile import compile_task
 from vlp.training.engines.ddp import DdpEngine
-from vlp.training.engines.engine import Engine, write_snapshot
+from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import free_port, prepare_environment, start_deepspeed
 from vlp.training.loop import train
 from vlp.training.run_folder import RunFolder
@@ -252,7 +252,7 @@ class WatchedData(Generic[T]):
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[Slots, int]]:
+    ) -> Generator[tuple[Slots, int], None, None]:
         """Yield the batch for warm-up steps, then for watched steps; the last one is logged."""
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
@@ -338,7 +338,9 @@ def _resume_error(setting: Setting, kind: str, folder: Path) -> CheckedFigure:
     snapshot = folder / kind
     snapshot.mkdir(exist_ok=True)
     _train(setting, engine, 0, STEPS // 2)
-    write_snapshot(engine, snapshot)
+    for file, tensors in engine.snapshot().items():
+        if engine.rank == 0:
+            write_tensors(snapshot / file, tensors)
     reference = _train(setting, engine, STEPS // 2, STEPS)
     new_engine = _engine(setting, kind, folder)
     new_engine.load(snapshot if new_engine.rank == 0 else None)

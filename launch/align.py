@@ -13,7 +13,6 @@ its states until the model is written, 2 bytes a channel of a token; an interrup
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,12 @@ from vlp.training.engines.environment import advise, prepare_environment
 
 FEATURE_BATCH = 64
 SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Shrinkage where too few images are held out to choose it.
-WITHOUT_HELD_OUT = 1.0
-# One of this many images is held out to choose the shrinkage; it counts in the result again.
-HELD_OUT = 10
-# Held-out images needed to choose the shrinkage, and pairs that suffice.
-FEWEST_IMAGES, MOST_PAIRS = 20, 2000
+# Shrinkage where fewer than `MIN_IMAGES` images are held out.
+DEFAULT_SHRINKAGE = 1.0
+# Every tenth image is held out to choose the shrinkage; the result is solved on all images.
+VALIDATION_INTERVAL = 10
+# Limits of the held-out images and pairs that choose the shrinkage.
+MIN_IMAGES, MAX_PAIRS = 20, 2000
 
 
 @torch.no_grad()
@@ -57,16 +56,16 @@ def align(
     """Write a model folder with aligned projections; return the number of pairs, and the model.
 
     Args:
-        epochs: passes over the data; with `captions: one` each draws another caption, and for a
-            trainable tower another view.
-        shrinkage: as in `CanonicalCorrelation.projections`; None: the best in ranking held-out
-            pairs with the other images' projections.
+        epochs: passes over the data; each draws another caption with `captions: one`, and another
+            augmented view unless the image tower is frozen.
+        shrinkage: as in `CanonicalCorrelation.projections`; None: the value that ranks held-out
+            pairs best.
     """
     if (out / CONFIG).exists():
         raise ConfigError(f"{out} already holds a model; name another folder")
     if shrinkage is not None and not shrinkage > 0:
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
-    # First, so that nothing is encoded for a configuration that cannot be used.
+    # Before any image is encoded, so that an unusable configuration fails at once.
     task, data = build(config)
     advise("training.precision", config.training.precision)
     total = data.batches_left(0, epochs)
@@ -92,7 +91,7 @@ def align(
 
 
 def _repeats_images(config: PretrainConfig, data: Any, total: int) -> bool:
-    """Return whether a frozen tower would see images several times."""
+    """Return whether the tower would see each image more than twice on average."""
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False
     images = sum(index.shards.total for index in data.indices)
@@ -108,7 +107,7 @@ def _align(
     image, text = model.image_encoder, model.text_encoder
     sizes = image.projection.in_features, text.projection.in_features
     train_moments, validation_pairs = PairMoments(*sizes), _ValidationPairs(*sizes)
-    longest = torch.zeros((), dtype=torch.int64, device=device)
+    full_length = torch.zeros((), dtype=torch.int64, device=device)
     stream = data.batches(stop_after=total)
     for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
         inputs = batch.to(device)
@@ -119,37 +118,36 @@ def _align(
             image.pool(patches.float()),
             pool_states(words.float(), config.model.text.pooling, inputs.attention_mask),
         )
-        is_validation = inputs.image_ids % HELD_OUT == 0
+        is_validation = inputs.image_ids % VALIDATION_INTERVAL == 0
         train_moments.add(*(side[inputs.valid & ~is_validation] for side in pooled))
         validation_pairs.add(
             *(side[inputs.valid & is_validation] for side in (*pooled, inputs.pair_ids))
         )
-        longest += (
-            inputs.attention_mask[inputs.valid].sum(1) == config.model.text.max_tokens
-        ).sum()
+        lengths = inputs.attention_mask[inputs.valid].sum(1)
+        full_length += (lengths == config.model.text.max_tokens).sum()
     moments = train_moments + validation_pairs.moments
     try:
         if shrinkage is None:
             shrinkage = validation_pairs.best_shrinkage(train_moments, config.model.embed_dim)
-        solved = CanonicalCorrelation(moments).projections(config.model.embed_dim, shrinkage)
+        projections = CanonicalCorrelation(moments).projections(config.model.embed_dim, shrinkage)
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
-    mean = moments.mean_and_covariance()[0].split(sizes)
+    means = moments.mean_and_covariance()[0].split(sizes)
     tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
-    for layer, projection in zip((image.projection, text.projection), solved):
+    for layer, projection in zip((image.projection, text.projection), projections):
         layer.weight.copy_(projection.weight)
         layer.bias.copy_(projection.bias)
-    for layer, projection, centre in zip(tokens, solved, mean):
-        _project_tokens(layer, projection, centre)
+    for layer, projection, mean in zip(tokens, projections, means):
+        _project_tokens(layer, projection, mean)
     task.save_model(out, task.state_dict())
-    if longest:
-        share = longest.item() / moments.count
-        print(f"{share:.1%} of the texts have model.text.max_tokens or more and are cut there")
+    if full_length:
+        share = full_length.item() / moments.count
+        print(f"{share:.1%} of the texts have model.text.max_tokens or more and are truncated")
     return moments.count, model
 
 
 class _ValidationPairs:
-    """Pairs that choose the shrinkage, and the moments of all that are held out."""
+    """Held-out pairs: the first `MAX_PAIRS` to choose the shrinkage, and the moments of all."""
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
         self.moments = PairMoments(x_channels, y_channels)
@@ -157,17 +155,17 @@ class _ValidationPairs:
 
     def add(self, x: Tensor, y: Tensor, image_ids: Tensor) -> None:
         """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B, 2)."""
-        room = max(0, MOST_PAIRS - self.moments.count)
+        room = max(0, MAX_PAIRS - self.moments.count)
         self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
         self.moments.add(x, y)
 
     def best_shrinkage(self, train_moments: PairMoments, channels: int) -> float:
-        """Return which of `SHRINKAGES` ranks these pairs best by projections of others."""
+        """Return the value of `SHRINKAGES` that ranks the pairs best, solved on other images."""
         if not self._pairs:
-            return WITHOUT_HELD_OUT
+            return DEFAULT_SHRINKAGE
         x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
-        if (images := len(ids[:, 0].unique())) < FEWEST_IMAGES:
-            return WITHOUT_HELD_OUT
+        if (images := len(ids[:, 0].unique())) < MIN_IMAGES:
+            return DEFAULT_SHRINKAGE
         solver = CanonicalCorrelation(train_moments)
         scores = {}
         for shrinkage in SHRINKAGES:
@@ -176,34 +174,33 @@ class _ValidationPairs:
                 side.double() @ layer.weight.T + layer.bias for side, layer in zip((x, y), layers)
             )
             scores[shrinkage] = mean_reciprocal_rank(x_features, y_features, ids)
-        best = max(scores, key=lambda shrinkage: scores[shrinkage])
+        best = max(scores, key=scores.__getitem__)
         print(f"shrinkage {best:g} ranks the pairs of {images} held-out images best")
         return best
 
 
-def _project_tokens(layer: nn.Linear, projection: Affine, centre: Tensor) -> None:
+def _project_tokens(layer: nn.Linear, projection: Affine, mean: Tensor) -> None:
     """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection."""
-    # For [CLS] and mean side by side the mean's half is used, as the mean's projection is the mean
-    # of the tokens' projections. The tokens' common part is projected to zero, as by a bias.
-    weight, centre = projection.weight[:, -layer.in_features :], centre[-layer.in_features :]
-    shared = centre / centre.norm().clamp(min=torch.finfo(centre.dtype).tiny)
-    layer.weight.copy_(weight - torch.outer(weight @ shared, shared))
+    # Pooling `cls+mean` concatenates [CLS] and the tokens' mean: tokens take the part of the mean,
+    # the last channels. Without a bias to subtract the mean, its direction is projected out.
+    weight, mean = projection.weight[:, -layer.in_features :], mean[-layer.in_features :]
+    direction = mean / mean.norm().clamp(min=torch.finfo(mean.dtype).tiny)
+    layer.weight.copy_(weight - torch.outer(weight @ direction, direction))
 
 
 def run_align(
     path: Path, out: Path, epochs: int, shrinkage: float | None, overrides: list[str]
 ) -> int:
-    """Align by a configuration file; returns the exit code (2: wrong input, in one line)."""
+    """Align by a configuration file; returns the exit code."""
     prepare_environment()
+    config = load_config(path, PretrainConfig, overrides)
+    set_limits(config.limits)
     try:
-        config = load_config(path, PretrainConfig, overrides)
-        set_limits(config.limits)
         with FolderLock(out):
             count, model = align(config, out, epochs, shrinkage)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except DataError as error:
+        raise ConfigError(str(error)) from error
     print(f"{out}: projections aligned on {count:,} pairs")
-    if count < (wide := model.config.embed_dim):
-        print(f"warning: {count} pairs do not tell {wide} directions apart; expect chance")
+    if count < (channels := model.config.embed_dim):
+        print(f"warning: {count} pairs are too few for {channels} channels: expect chance recall")
     return 0

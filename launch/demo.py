@@ -1,8 +1,8 @@
-"""The main job on the built-in corpus, from nothing to a recall table (`make demo`).
+"""`vlp demo`: data, pretraining and evaluation of a small model on generated scenes.
 
 Writes shards of generated scenes, trains a vocabulary on their texts, pretrains with DeepSpeed
 (up to two GPUs, else two CPU ranks), evaluates on held-out pairs and writes an HTML report.
-Exits with 1 when the model falls short of what this configuration reaches.
+The exit code is 1 if a figure is below its target.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SHARDS = RUN / "shards"
 REPORT = RUN / "report.html"
 CONFIG = ROOT / "configs/pretrain/scenes_tiny.yaml"
 RERANK = 16
-# A rank holds groups of 32 samples whole, and this small batch has two of them.
+# The batch has two sample groups, and a rank holds whole groups.
 GPU_RANKS = (1, 2)
-CAPTIONS_DRAWN = 4
+ANCHOR_MAPS = 4
 
 DIRECTIONS: tuple[Direction, ...] = ("text_to_image", "image_to_text")
 MIN_RECALL = {"R@1": 0.75, "R@10": 0.95}
@@ -44,37 +44,37 @@ def run_demo(fresh: bool = False) -> int:
             f"{RUN} holds a finished run; --fresh deletes it (make demo FRESH=1)", file=sys.stderr
         )
         return 2
-    started = time.monotonic()
+    start = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)
     try:
-        return _run(started)
+        return _run(start)
     except subprocess.CalledProcessError as error:
         command = " ".join(error.cmd)
         print(f"demo: a part failed with code {error.returncode}: {command}", file=sys.stderr)
         return 1
 
 
-def _run(started: float) -> int:
+def _run(start: float) -> int:
     corpus = ("--out", str(SHARDS), "--train", "20000", "--val", "256")
-    _part("1/5 shards: 20,000 generated scenes and 256 held out")
+    _print_title("1/5 shards: 20,000 generated scenes and 256 held out")
     _python("-m", "data_tools", "scenes", *corpus)
-    _part("2/5 a WordPiece vocabulary of captions, questions and expressions")
+    _print_title("2/5 a WordPiece vocabulary of captions, questions and expressions")
     vocabulary = ("--size", "256", "--texts", "all", "--out", str(SHARDS / "vocabulary"))
     _python("-m", "data_tools", "vocabulary", "--shards", str(SHARDS / "train"), *vocabulary)
-    _part("3/5 pretraining with DeepSpeed")
-    trained = time.monotonic()
+    _print_title("3/5 pretraining with DeepSpeed")
+    pretraining_start = time.monotonic()
     _pretrain()
-    trained = time.monotonic() - trained
-    _part("4/5 retrieval on the held-out scenes")
+    pretraining_seconds = time.monotonic() - pretraining_start
+    _print_title("4/5 retrieval on the held-out scenes")
     problems = _evaluate()
-    _part("5/5 done")
+    _print_title("5/5 done")
     for problem in problems:
         print(f"FELL SHORT: {problem}")
-    seconds = time.monotonic() - started
-    print(f"took {seconds:.0f} s, of which pretraining {trained:.0f} s")
+    seconds = time.monotonic() - start
+    print(f"took {seconds:.0f} s, of which pretraining {pretraining_seconds:.0f} s")
     model = RUN / "run" / "model"
     print(f"report, with retrievals, anchors and curves: {REPORT}")
-    print(f"anchors of {CAPTIONS_DRAWN} captions: {RUN / 'anchors.png'}")
+    print(f"anchors of {ANCHOR_MAPS} captions: {RUN / 'anchors.png'}")
     print(f"model folder: {model}\n\nnext:")
     print(f"  vlp app --model {model}   # search and match in a browser")
     print(f"  vlp evaluate retrieval --model {model} --shards {SHARDS / 'val'} --rerank {RERANK}")
@@ -109,15 +109,15 @@ def _pretrain() -> None:
 
 
 def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path) -> None:
-    """Run a command, show its progress bar and write everything else to a log."""
+    """Run a command, write its output to a log and print the lines of its progress bar."""
     interrupts: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
-        signal.signal(signal.SIGINT, handler)  # a second one interrupts at once
+        signal.signal(signal.SIGINT, handler)  # a second Ctrl-C interrupts at once
 
-    # Ctrl-C reaches the ranks, too: the pipe stays open until they have saved a checkpoint.
-    handler = signal.signal(signal.SIGINT, note)
+    # Ctrl-C reaches the ranks, too: read on until they have saved a checkpoint.
+    handler = signal.signal(signal.SIGINT, on_interrupt)
     try:
         with (
             log.open("w", encoding="utf-8") as file,
@@ -147,7 +147,7 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
 
 
 def _evaluate() -> list[str]:
-    """Print the tables and draw the image; return the missed targets."""
+    """Evaluate the model, print tables, draw anchor maps; return the missed targets."""
     import vlp
     from evaluation.options import EvalOptions
     from evaluation.probes.anchor_maps import anchor_maps
@@ -166,14 +166,14 @@ def _evaluate() -> list[str]:
     for result in (retrieval, pointing):
         print(f"\n{result.table().text()}")
         result.save(RUN / "run" / "evaluation" / "model")
-    maps = anchor_maps(loaded, val_shards, count=CAPTIONS_DRAWN)
+    maps = anchor_maps(loaded, val_shards, count=ANCHOR_MAPS)
     draw_anchor_maps(maps, RUN / "anchors.png")
     REPORT.write_text(page(read_sources([RUN / "run"]), val_shards), encoding="utf-8")
     return shortfalls(retrieval, pointing)
 
 
 def shortfalls(retrieval: RetrievalResult, pointing: PointingResult) -> list[str]:
-    """Return the demo's missed targets; empty without any."""
+    """Return a line for every target that the results miss."""
     problems = []
     for direction in DIRECTIONS:
         for name, minimum in MIN_RECALL.items():
@@ -195,16 +195,5 @@ def _python(*arguments: str) -> None:
     subprocess.run([sys.executable, *arguments], check=True)
 
 
-def _part(title: str) -> None:
+def _print_title(title: str) -> None:
     print(f"\n== {title}", flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp demo`; returns the exit code."""
-    from launch.cli.main import run_script
-
-    return run_script("demo", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,8 +32,8 @@ from vlp.training.command import run_training
 from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters
 
-# Samples of the validation data that are evaluated before the training.
-_TRIED = 16
+# Validation samples that are evaluated once before the training.
+_TRIAL_SAMPLES = 16
 
 
 def run_finetuning(
@@ -51,7 +51,7 @@ def run_finetuning(
             )
         return build_task(settings)
 
-    return run_training(config, FinetuneConfig, overrides, resume, build, select)
+    return run_training(config, FinetuneConfig, overrides, resume, build, build_validation)
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
@@ -71,21 +71,21 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
         except ValueError as error:
             raise ConfigError(f"init_from: {error}") from error
         if parts.folder and has_task(parts.folder) and distributed.rank() == 0:
-            outcome = "goes on" if has_head else "does not fit this task, whose head starts anew"
+            outcome = "is loaded" if has_head else "does not fit this task: a new head is used"
             print(f"{config.init_from}: its head {outcome}", flush=True)
     if isinstance(task, Distilled):
-        task.start_teacher(_epoch_steps(config, data))
+        task.start_teacher(training.steps_in_epoch(data))
     if isinstance(task, PairsTask):
         task.log_every = training.log_every
     return task, data
 
 
-def select(
+def build_validation(
     config: FinetuneConfig, task: Downstream | PairsTask, data: Any
 ) -> BestCheckpoint | None:
-    """Return the validation; None if the configuration names no validation data.
+    """Return the validation of a fine-tuning; None without validation data.
 
-    A few samples are evaluated at once, so that errors come before the training.
+    A few samples are evaluated at once, to fail before the training.
     """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
@@ -95,6 +95,7 @@ def select(
                 raise ConfigError(f"training.{key} needs task.data.validation")
         return None
 
+    # ZeRO-3 leaves each rank a part of the parameters: validate a copy with all of them.
     gathered = _copy(task) if shards_parameters(training) else None
     validated = gathered or task
 
@@ -117,42 +118,30 @@ def select(
         )
         return result.metrics
 
-    every = training.evaluate_every
-    if every is None:
-        every = _epoch_steps(config, data)
+    every = training.evaluate_every or training.steps_in_epoch(data)
     validation_data = json.dumps([list(map(str, folders)), limit])
     metric = training.metric or task.metric
-    selection = BestCheckpoint(validate, metric, every, training.patience, validation_data)
-    sample_count = _TRIED if limit is None else min(limit, _TRIED)
+    best = BestCheckpoint(validate, metric, every, training.patience, validation_data)
+    trial_limit = _TRIAL_SAMPLES if limit is None else min(limit, _TRIAL_SAMPLES)
     try:
         try:
-            selection.require(validate(limit=sample_count))
+            best.require(validate(limit=trial_limit))
         except (ConfigError, EvaluationError):
-            selection.require(validate())  # the first samples may lack annotations
+            best.require(validate())  # the first samples may lack annotations
     except (EvaluationError, CaptionToolError) as error:
-        raise ConfigError(f"the model cannot be validated while it is trained: {error}") from error
-    return selection
+        raise ConfigError(f"task.data.validation: {error}") from error
+    return best
 
 
 def _copy(task: Downstream | PairsTask) -> Downstream | PairsTask:
-    """Return a copy with whole parameters, also where ZeRO-3 shards the task's."""
-    copied = copy.deepcopy(task).to(distributed.default_device())
-    if isinstance(copied, Distilled | PairsTask):
-        copied.teacher = None  # teaches nothing here
-    return copied
-
-
-def _epoch_steps(config: FinetuneConfig, data: Any) -> int:
-    """Count the optimiser steps of the first epoch, at least one."""
-    return max(1, data.batches_in_epoch(0) // config.training.gradient_accumulation_steps)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp finetune` as one rank; returns the exit code."""
-    from launch.cli.main import run_script
-
-    return run_script("finetune", arguments)
+    """Return a copy on this rank's device, without the teacher."""
+    duplicate = copy.deepcopy(task).to(distributed.default_device())
+    if isinstance(duplicate, Distilled | PairsTask):
+        duplicate.teacher = None
+    return duplicate
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from launch.cli.main import run_script
+
+    sys.exit(run_script("finetune"))

@@ -1,8 +1,7 @@
-"""Conversion of public ALBEF checkpoints; this script is `vlp convert-albef`."""
+"""`vlp convert-albef`: a model folder of a public ALBEF checkpoint."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,13 +19,6 @@ from vlp.models.pretrained.published import read_pth
 from vlp.models.vlp import VLPModel
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp convert-albef`; returns the exit code (2: wrong input)."""
-    from launch.cli.main import run_script
-
-    return run_script("convert-albef", arguments)
-
-
 def convert(
     checkpoint: Path,
     vocabulary: str,
@@ -34,7 +26,10 @@ def convert(
     image_size: int | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Write the model folder and print a report of the copied weights."""
+    """Write the model folder `out`; print how the weights of each part were loaded.
+
+    vocabulary: folder or hub name of the tokenizer; image_size: None for the checkpoint's.
+    """
     if (out / CONFIG).exists():
         raise FileExistsError(f"{out} already holds a model")
     state = read_pth(checkpoint)
@@ -54,11 +49,8 @@ def convert(
 
 
 def _with_overrides(config: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
+    # `load_config` reads files alone.
     with tempfile.TemporaryDirectory(prefix="vlp-albef-") as folder:
         file = Path(folder) / "albef.yaml"
         save_config(config, file)
         return load_config(file, ModelConfig, overrides)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,8 +6,9 @@
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 launch/pretrain.py --config FILE
     python launch/pretrain.py --config FILE training.steps=100            (one process)
 
-The run's folder is the key `output`. `--resume` goes on from its newest good checkpoint, on any
-number of ranks. Exit code 75: stopped by a signal or with its launcher, to be resumed.
+The run's folder is the key `output`. `--resume` continues from its newest good checkpoint, on any
+number of ranks. Exit code 75: stopped by a signal or
+by the end of its launcher; resume it.
 """
 
 from __future__ import annotations
@@ -70,20 +71,22 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
 
 def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
     """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`)."""
-    return run_training(config, PretrainConfig, overrides, resume, build, select)
+    return run_training(config, PretrainConfig, overrides, resume, build, build_validation)
 
 
-# Samples that are evaluated before the training.
-_TRIED = 16
-# First samples for recall (as many as Flickr30k and COCO 1K have), and first global batches for
-# losses, which keep validations cheap.
-_SAMPLES, _BATCHES = 1000, 4
+# Validation samples that are evaluated once before the training.
+_TRIAL_SAMPLES = 16
+# A validation ranks the first samples (as many as Flickr30k and COCO 1K have) and computes losses
+# of the first global batches.
+_RECALL_SAMPLES, _LOSS_BATCHES = 1000, 4
 
 
-def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> BestCheckpoint | None:
+def build_validation(
+    config: PretrainConfig, task: Pretraining, data: PretrainData
+) -> BestCheckpoint | None:
     """Return the validation of a pretraining; None without validation data.
 
-    Its figures are `mean` (of all recalls, after re-ranking if enabled), each recall, and
+    Its metrics are `mean` (of all recalls, after re-ranking if enabled), each recall, and
     `loss/total` with its parts. A few samples are evaluated at once, to fail before the training.
     """
     validation, training = config.validation, config.training
@@ -91,43 +94,45 @@ def select(config: PretrainConfig, task: Pretraining, data: PretrainData) -> Bes
         return None
     with distributed.raise_on_all_ranks(ConfigError):
         losses = ValidationLosses(config, validation, task)
-        for folder in validation.shards:
-            ShardIndex.open(folder)
+        samples = sum(ShardIndex.open(folder).shards.total for folder in validation.shards)
         if validation.features is not None:
             StoredFeatures(validation.features)
+    if samples == 1 and distributed.rank() == 0:
+        message = "warning: validation.shards hold one image: its recall is always 100 %"
+        print(message, file=sys.stderr)
     task.to(distributed.default_device())
-    # ZeRO-3 leaves a rank parts of the parameters, of which the match score needs all.
+    # ZeRO-3 leaves each rank a part of the parameters: validate a copy with all of them.
     gathered = copy.deepcopy(task.model) if shards_parameters(training) else None
     loaded = Loaded(gathered or task.model, data.text, data.preprocessing)
 
-    def validate(parameters: Parameters, limit: int = _SAMPLES, batches: int = _BATCHES) -> Figures:
+    def validate(
+        parameters: Parameters, limit: int = _RECALL_SAMPLES, batches: int = _LOSS_BATCHES
+    ) -> Metrics:
         if gathered is not None:
             gathered.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
         return recalls(loaded, validation, limit, config) | losses(batches)
 
-    every = training.evaluate_every
-    if every is None:
-        every = max(1, data.batches_in_epoch(0) // training.gradient_accumulation_steps)
-    selection = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
+    every = training.evaluate_every or training.steps_in_epoch(data)
+    best = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
     try:
-        selection.require(validate(task.state_dict, _TRIED, 1))
+        best.require(validate(task.state_dict, _TRIAL_SAMPLES, 1))
     except EvaluationError as error:
         raise ConfigError(f"validation: {error}") from error
-    return selection
+    return best
 
 
-Figures = dict[str, float]
+Metrics = dict[str, float]
 
 
-def readers(config: PretrainConfig) -> int:
-    """Return how many processes of a rank read for a validation: no more than for training."""
+def validation_workers(config: PretrainConfig) -> int:
+    """Return a rank's number of loader processes for a validation, at most as in training."""
     return min(config.data.workers, workers_for(distributed.default_device(), None))
 
 
 def recalls(
     loaded: Loaded, validation: ValidationConfig, limit: int, config: PretrainConfig
-) -> Figures:
-    """Compute the mean of all recalls and each recall, of the last stage."""
+) -> Metrics:
+    """Compute each recall of the last stage, and their mean."""
     result = evaluate_retrieval(
         loaded,
         validation.shards,
@@ -135,27 +140,27 @@ def recalls(
             limit=limit,
             device=next(loaded.model.parameters()).device,
             precision=config.training.precision,
-            workers=readers(config),
+            workers=validation_workers(config),
             resamples=1,
         ),
-        # A training leaves little memory.
-        match_batch=64,
+        match_batch=64,  # small, as training leaves little memory
         rerank=validation.rerank,
         features=validation.features or (),
     )
     stage = result.stages[-1]
-    figures = {"mean": result.mean(stage).value}
+    metrics = {"mean": result.mean(stage).value}
     for direction in DIRECTIONS:
         for k in RECALL_AT:
-            figures[f"{direction} R@{k}"] = result.recall(stage, direction, k).value
-    return figures
+            metrics[f"{direction} R@{k}"] = result.recall(stage, direction, k).value
+    return metrics
 
 
 class ValidationLosses:
-    """Mean losses over the first batches of held-out shards, weighted by their pairs."""
+    """Losses of the first batches of held-out shards, averaged over pairs.
 
-    # Images are not augmented, hard negatives and masks are drawn as in step 0; a teacher gives its
-    # queue of training keys, but no soft targets.
+    Images are not augmented; hard negatives and masks are drawn as in step 0. A teacher provides
+    its queue of training keys, but no soft targets.
+    """
 
     def __init__(
         self, config: PretrainConfig, validation: ValidationConfig, task: Pretraining
@@ -166,14 +171,14 @@ class ValidationLosses:
                 "sources": tuple(SourceConfig(path=path) for path in validation.shards),
                 "features": validation.features,
                 "epoch_samples": None,
-                "workers": readers(config),
+                "workers": validation_workers(config),
                 "augment": AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
             }
         )
         self._data = PretrainData(data_config, config.inputs, training.batch, training.seed)
 
     @torch.no_grad()
-    def __call__(self, batches: int) -> Figures:
+    def __call__(self, batches: int) -> Metrics:
         """Compute `loss/total` and `loss/NAME` of the first batches; collective."""
         count = min(batches, self._data.batches_in_epoch(0))
         if not count:
@@ -187,22 +192,13 @@ class ValidationLosses:
                 output = self._task(batch, 0)
                 losses.append({"total": output.loss, **output.losses})
                 pairs.append(distributed.global_sum(batch.valid.sum()))
-        values = (
-            torch.stack([torch.stack([*step_losses.values()]) for step_losses in losses])
-            .float()
-            .cpu()
-        )
+        values = torch.stack([torch.stack([*batch.values()]) for batch in losses]).float().cpu()
         weights = torch.stack(pairs).float().cpu()
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
         return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp train` as one rank; returns the exit code."""
+if __name__ == "__main__":
     from launch.cli.main import run_script
 
-    return run_script("train", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("train"))

@@ -5,8 +5,8 @@
     deepspeed launch/train_vision.py --config configs/vision/cifar10_vit_small.yaml
     python launch/train_vision.py --config FILE training.steps=100            (one process)
 
-The run's folder is the key `output`, with log and checkpoints as in pretraining. `--resume` goes on
-from its newest good checkpoint, on any number of ranks.
+The run's folder is the key `output`, with log and checkpoints as in pretraining. `--resume`
+continues from its newest good checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ def run_vision(config: Path, overrides: Sequence[str] = (), resume: bool = False
     return run_training(config, VisionConfig, overrides, resume, build)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `vlp train` as one rank; returns the exit code."""
+if __name__ == "__main__":
     from launch.cli.main import run_script
 
-    return run_script("train", arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("train"))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -69,7 +68,7 @@ def test_quoted_text_stays_text_whatever_it_looks_like(tmp_path):
     [
         *(("1e-4", 1e-4), ("1E5", 1e5), ("-2e3", -2e3), ("+1.5e3", 1.5e3), (".5e1", 5.0)),
         *(("3.e0", 3.0), ("010", 10), ("-007", -7), ("08", 8), ("0o17", 15), ("0x1F", 31)),
-        *(("1.5", 1.5), ("-.inf", -math.inf)),
+        ("1.5", 1.5),
     ],
 )
 def test_plain_numbers_of_yaml_1_2_are_numbers(tmp_path, text, number):
@@ -105,6 +104,7 @@ def test_numbers_of_yaml_1_1_alone_are_text(tmp_path, text):
         ("", ["training.optimiser.betas=[0.9, 1]"], ["optimiser.betas.1'", "less than 1", "1)"]),
         ("", ["data.augment.crop_scale=[0.8, 0.5]"], ["[0.8, 0.5] is not 0 < low <= high <= 1"]),
         ("", ["data.augment.crop_scale=[.nan, 1]"], ["crop_scale.0'", "(given: nan)"]),
+        ("", ["training.optimiser.learning_rate=.inf"], ["learning_rate'", "finite"]),
         ("inherit: run.yaml\n", [], ["inherits from itself"]),
         ("inherit: missing.yaml\n", [], ["missing.yaml", "cannot read"]),
         ("inherit: [a, b]\n", [], ["run.yaml", "'inherit' names one file, not ['a', 'b']"]),

@@ -70,7 +70,7 @@ def test_a_reader_finds_a_whole_folder_while_it_is_written_and_its_writer_killed
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_the_former_folder_goes(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
-        monkeypatch.setattr(vlp.io, "_exchanged", lambda new, place: False)
+        monkeypatch.setattr(vlp.io, "_exchange", lambda new, place: False)
     for number in range(3):
         write(tmp_path / "model", number)
         assert (tmp_path / "model" / "a").read_text() == str(number)
@@ -80,7 +80,7 @@ def test_the_former_folder_goes(tmp_path, monkeypatch, can_exchange):
 def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):
     place = tmp_path / "model"
     write(place, 1)
-    monkeypatch.setattr(vlp.io, "_exchanged", lambda new, place: False)
+    monkeypatch.setattr(vlp.io, "_exchange", lambda new, place: False)
     calls, rename = [], Path.rename
 
     def interrupted(self, to):

@@ -32,7 +32,8 @@ __all__ = [
     "load",
 ]
 
-_PLACES = {
+# Public name -> module that defines it.
+_MODULES = {
     "VlpConfig": "vlp.serving.config",
     "VlpForQuestionAnswering": "vlp.serving.model",
     "VlpImageProcessor": "vlp.serving.image_processor",
@@ -45,10 +46,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import vlp` itself stays as quick as Python's own start."""
-    if name not in _PLACES:
+    """Import a public name on first use, so that `import vlp` takes no time."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'vlp' has no attribute {name!r}; there are {__all__}")
-    module = importlib.import_module(_PLACES[name])
+    module = importlib.import_module(_MODULES[name])
     return getattr(module, "from_pretrained" if name == "load" else name)
 
 

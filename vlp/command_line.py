@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from vlp.config import ConfigError
 from vlp.io import as_url, redact
 
 Overrides = Annotated[
@@ -35,41 +36,42 @@ TextTower = Annotated[
 
 
 def tower_overrides(image: str | None, text: str | None) -> list[str]:
-    """Return the overrides that `--image-tower` and `--text-tower` stand for."""
+    """Return the configuration overrides for `--image-tower` and `--text-tower`."""
     # Layers of the cross-modal encoder start from the text tower's.
-    of_text = ("model.text.weights", "data.vocabulary", "model.cross.weights")
-    changes = [f"{key}={text}" for key in of_text if text is not None]
-    return changes if image is None else [f"model.image.weights={image}", *changes]
+    text_keys = ("model.text.weights", "data.vocabulary", "model.cross.weights")
+    overrides = [f"{key}={text}" for key in text_keys if text is not None]
+    return overrides if image is None else [f"model.image.weights={image}", *overrides]
 
 
-# a command without a heading is listed under `More`
+# Headings in the list of commands; a command without a heading is listed under `More`.
 START_HERE, MODELS = "Start here", "Use, show and convert models"
 
-# How the help calls an argument that names a place.
-_PLACES = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
+# First words of the metavars of options that take a path.
+_PATH_METAVARS = ("DIR", "FILE", "FOLDER", "PLACE", "RUN")
 
 
 def new_app(
     help: str | None = None, group: type[TyperGroup] | None = None, completion: bool = False
 ) -> typer.Typer:
     """Return an empty Typer application in plain text; its groups suggest the nearest command."""
-    kind = group or Group
-    return typer.Typer(cls=kind, help=help, add_completion=completion, rich_markup_mode=None)
+    return typer.Typer(
+        cls=group or Group, help=help, add_completion=completion, rich_markup_mode=None
+    )
 
 
 def positive(text: str) -> int:
-    """Parse a whole number from 1 up, or raise typer.BadParameter."""
+    """Parse an integer of at least 1; typer.BadParameter for other texts."""
     try:
         number = int(text)
     except ValueError:
         number = 0
     if number < 1:
-        raise typer.BadParameter(f"{text!r} is no whole number of at least 1")
+        raise typer.BadParameter(f"{text!r} is not an integer of at least 1")
     return number
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return a hint: the most similar known name, or all names."""
+    """Return a hint for a mistyped name: the most similar of `names`, or all of them."""
     matches = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {matches[0]}?" if matches else f"there are {', '.join(names)}"
 
@@ -77,16 +79,16 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def run_app(
     app: typer.Typer | TyperGroup, program: str, arguments: Sequence[str] | None = None
 ) -> int:
-    """Run one command of `app`; return its exit code (2: wrong input, 130: interrupted).
+    """Run one command of `app`; return its exit code (2: wrong input, 130: Ctrl-C).
 
-    SystemExit from a command's own options (2) and its --help (0); typer returns 130 for Ctrl-C.
+    Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
         code = group.main(
             sys.argv[1:] if arguments is None else list(arguments), program, standalone_mode=False
         )
-    except typer.TyperException as error:
+    except (ConfigError, typer.TyperException) as error:
         print(f"error: {_message(error)}", file=sys.stderr)
         return 2
     return int(code or 0)
@@ -95,7 +97,7 @@ def run_app(
 class Command(TyperCommand):
     """A command with list options that take all following values: `--shards A B`."""
 
-    implied_values: Mapping[str, str] = {}  # options without a value, and the value they mean
+    implied_values: Mapping[str, str] = {}  # value of an option that is given without any
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as argparse does: wrong options and `--help` end the process."""
@@ -108,55 +110,44 @@ class Command(TyperCommand):
             raise SystemExit(2) from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, unless it names a URL."""
-        _require_paths(ctx.params, {p.name for p in self.params if _is_path_option(p.metavar)})
+        """Run the command; a URL in place of a path is an error."""
+        path_options = {p.name for p in self.params if str(p.metavar).startswith(_PATH_METAVARS)}
+        _require_paths(ctx.params, path_options)
         return super().invoke(ctx)
 
     def _repeat_list_options(self, args: Sequence[str]) -> list[str]:
         """Repeat a list option before each of its values, as typer reads it."""
-        lists = {name for param in self.params if _is_list(param) for name in param.opts}
-        spread: list[str] = []
+        list_params = [param for param in self.params if getattr(param, "multiple", False)]
+        list_options = {name for param in list_params for name in param.opts}
+        result: list[str] = []
         option: str | None = None
-        for position, value in enumerate(args):
+        for value, following in zip(args, [*args[1:], "-"]):
             if value.startswith("-"):
-                option = value if value in lists else None
-            elif option is not None and spread[-1] != option:
-                spread.append(option)
-            spread.append(value)
-            following = args[position + 1] if position + 1 < len(args) else "-"
+                option = value if value in list_options else None
+            elif option is not None and result[-1] != option:
+                result.append(option)
+            result.append(value)
             if value in self.implied_values and following.startswith("-"):
-                spread.append(self.implied_values[value])
-        return spread
-
-
-def _is_path_option(metavar: object) -> bool:
-    return isinstance(metavar, str) and metavar.startswith(_PLACES)
+                result.append(self.implied_values[value])
+        return result
 
 
 def _require_paths(values: Mapping[str, Any], path_options: Container[str | None]) -> None:
-    """Raise typer.BadParameter for a URL as a path; `path_options` are texts."""
+    """Raise typer.BadParameter for a URL as a `Path`, or as a text option of `path_options`."""
     for name, value in values.items():
-        for item in _as_sequence(value):
+        for item in value if isinstance(value, list | tuple) else [value]:
             if (name in path_options or isinstance(item, Path)) and (url := as_url(item)):
                 raise typer.BadParameter(f"{url} is a URL; name a file or folder on a disk")
 
 
-def _as_sequence(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _is_list(param: Any) -> bool:
-    return bool(getattr(param, "multiple", False))
-
-
 class Group(TyperGroup):
-    """Commands by name; without one their list is printed, and a typo gets the nearest name."""
+    """Commands by name; prints their list if no command is named, suggests one for a typo."""
 
-    remedy = ""  # more advice on an unknown command
+    remedy = ""  # further advice in the error of an unknown command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as Typer does, but print the commands if there is no argument."""
-        if not args and not ctx.resilient_parsing:  # as shells' completion parses
+        if not args and not ctx.resilient_parsing:  # shell completion parses resiliently
             print(ctx.get_help())
             raise typer.Exit(2)
         return super().parse_args(ctx, args)
@@ -169,34 +160,33 @@ class Group(TyperGroup):
                 title = getattr(command, "rich_help_panel", None)
                 groups.setdefault(title or "More", []).append((name, command))
         widest = max(len(name) for name in self.commands)
-        room = formatter.width - 6 - widest
+        help_width = formatter.width - 6 - widest  # 6: indentation and space between columns
         for title in sorted(groups, key=(START_HERE, MODELS, "More").index):
             with formatter.section(title if len(groups) > 1 else "Commands"):
                 formatter.write_dl(
                     [
-                        (f"{name:{widest}}", command.get_short_help_str(room))
+                        (f"{name:{widest}}", command.get_short_help_str(help_width))
                         for name, command in groups[title]
                     ]
                 )
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command by its name."""
+        """Return Typer's (name, command, arguments); suggest a command for an unknown name."""
         name = args[0]
         if name not in self.commands and not ctx.resilient_parsing:
-            groups = [
+            suggestions = [
                 f"{ctx.command_path} {path} {name}"
                 for path, group in self.commands.items()
                 if isinstance(group, TyperGroup) and name in group.commands
             ]
             names = [other for other, command in self.commands.items() if not command.hidden]
-            hint = f"did you mean {groups[0]}?" if groups else nearest(name, names)
+            hint = f"did you mean {suggestions[0]}?" if suggestions else nearest(name, names)
             raise typer.BadParameter(f"unknown command {name!r}; {hint}{self.remedy}")
         return super().resolve_command(ctx, args)
 
 
-def _message(error: typer.TyperException) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, typer.BadParameter) and error.message:
-        param = error.param
-        message = error.message if param is None else f"{'/'.join(param.opts)}: {error.message}"
-        return redact(message)
-    return redact(error.format_message())
+        options = "" if error.param is None else f"{'/'.join(error.param.opts)}: "
+        return redact(f"{options}{error.message}")
+    return redact(error.format_message() if isinstance(error, typer.TyperException) else str(error))

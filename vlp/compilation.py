@@ -1,9 +1,9 @@
-"""Marks for `torch.compile` and for GPUs in layers, losses and encodings.
+"""Hooks for `torch.compile` and for GPUs in layers, losses and encodings.
 
 `region` marks a function of tensors, such as a loss, to be compiled as one graph: on a GPU its
-dozens of small operations take longer to launch than to run. `on_gpu` selects one of two equal
-forms: on a GPU with fixed sizes, so that no number is read back, and with kernels that a CPU lacks.
-`once` marks a log line.
+dozens of small operations take longer to launch than to run. `on_gpu` selects between two equal
+computations; the form for a GPU has fixed sizes, so that no number is read back, and kernels that a
+CPU lacks. `once` logs from compiled code.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REGIONS: list[_Compilable] = []
-_everywhere = False
+_force_gpu_form = False
 
 
 class _Compilable:
-    """A function, compiled once options are set."""
+    """A function that runs as it is written or compiled (`compile_regions`)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -35,43 +35,42 @@ class _Compilable:
 
 def region(function: Function) -> Function:
     """Mark a function at the top level of a module as one graph of compiled trainings."""
-    marked = _Compilable(function)
-    _REGIONS.append(marked)
-    return marked  # type: ignore[return-value]
+    compilable = _Compilable(function)
+    _REGIONS.append(compilable)
+    return compilable  # type: ignore[return-value]
 
 
 def compile_regions(options: Mapping[str, Any] | None) -> None:
     """Compile all regions at their next run, by options of `torch.compile`; None: uncompiled."""
-    # A number that changes from step to step, such as the teacher's share, becomes an input.
-    for marked in _REGIONS:
-        function = marked.function
-        marked.run = function if options is None else torch.compile(function, **options)
+    for compilable in _REGIONS:
+        function = compilable.function
+        compilable.run = function if options is None else torch.compile(function, **options)
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Return whether a tensor, of any shape, is computed in the form for a GPU."""
-    return x.is_cuda or _everywhere
+    """Return whether to compute with a tensor, of any shape, in the form for a GPU."""
+    return x.is_cuda or _force_gpu_form
 
 
 def off_cpu(x: Tensor) -> bool:
-    """Return whether a tensor, of any shape, is computed as on an accelerator of any kind."""
-    return x.device.type != "cpu" or _everywhere
+    """Return whether to compute with a tensor, of any shape, as on an accelerator of any kind."""
+    return x.device.type != "cpu" or _force_gpu_form
 
 
 @contextmanager
 def gpu_form() -> Iterator[None]:
     """Compute in the form for a GPU on any device, within this context."""
     # For counting a step's operations, and for tests with Triton's interpreter.
-    global _everywhere
-    before, _everywhere = _everywhere, True
+    global _force_gpu_form
+    previous, _force_gpu_form = _force_gpu_form, True
     try:
         yield
     finally:
-        _everywhere = before
+        _force_gpu_form = previous
 
 
 def once(log: Callable[..., None]) -> Callable[..., None]:
-    """Make a logging function run once per arguments, which must be constants.
+    """Make a logging function log each set of arguments, which must be constants, only once.
 
     The compiler runs it while tracing, outside the graph. `cache_clear` resets it.
     """
@@ -81,6 +80,6 @@ def once(log: Callable[..., None]) -> Callable[..., None]:
     def run(*constants: Hashable) -> None:
         cached(*constants)
 
-    # The mark is that of torch.compiler.assume_constant_result, which takes seconds to import.
+    # What torch.compiler.assume_constant_result sets; importing that takes seconds.
     vars(run).update(_dynamo_marked_constant=True, cache_clear=cached.cache_clear)
     return run

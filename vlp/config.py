@@ -31,22 +31,22 @@ class ConfigError(Redacted, ValueError):
     """A configuration that cannot be used; the message is meant for the person at the terminal."""
 
 
-def _local(path: str) -> str:
+def _require_local(path: str) -> str:
     if as_url(path) is not None:
         raise ValueError(f"{path} is a URL; name a folder on a disk here")
     return path
 
 
-LocalPath = Annotated[str, AfterValidator(_local)]  # a path to write to, never a URL
+LocalPath = Annotated[str, AfterValidator(_require_local)]  # a path to write to, never a URL
 
 
 class Config(BaseModel):
-    """Base of every configuration part: unknown keys are errors and values never change."""
+    """Base of every configuration part: frozen; unknown keys, inf and nan are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def model_dump(self, *, mode: str = "python", **options: Any) -> dict[str, Any]:
-        """Return the values by key; mode "json" (for files) leaves secrets out."""
+        """Return the values by key; mode "json" (for files) redacts secrets in URLs."""
         values = super().model_dump(mode=mode, **options)
         return redact_values(values) if mode == "json" else values
 
@@ -55,10 +55,10 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 class Choice:
-    """Mark of an annotated field: a key of its value names the configuration class.
+    """Annotation of a field: a discriminated union of classes that may be registered later.
 
-    `Annotated[Base, Choice("kind", names, select)]` is a discriminated union with names that may be
-    registered later. `select` returns the class of a name; a ValueError for an unknown one.
+    In `Annotated[Base, Choice("kind", names, select)]` the value's key `kind` is one of `names()`,
+    and `select(name)` returns its configuration class, or raises ValueError for an unknown name.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Choice:
         self._key, self._names, self._select = key, names, select
 
     def classes(self) -> Iterator[type[Config]]:
-        """Yield every class that may be chosen."""
+        """Yield the class of every name."""
         return map(self._select, self._names())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
@@ -78,46 +78,42 @@ class Choice:
             return value
         name = value.get(self._key) if isinstance(value, Mapping) else None
         if not isinstance(name, str):
-            raise ValueError(f"`{self._key}` is missing; it is one of {', '.join(self._names())}")
+            raise ValueError(f"set `{self._key}` to one of {', '.join(self._names())}")
         return self._select(name).model_validate(value)
 
 
 PLUGINS = "VLP_PLUGINS"  # environment variable, inherited by child processes
+_PACKAGES = ("vlp", "evaluation", "data_tools", "launch")
 
 
-_OWN = ("vlp", "evaluation", "data_tools", "launch")
+def plugin_of(definition: Any) -> str | None:
+    """Return the module that defines a class or function; None for a module of this project."""
+    module: str = definition.__module__
+    return None if module.partition(".")[0] in _PACKAGES else module
 
 
-def plugin_of(registered: Any) -> str | None:
-    """Return the module of a class or function that a plugin brought; None for one of our own."""
-    module: str = registered.__module__
-    return None if module.partition(".")[0] in _OWN else module
+def require_plugins(plugins: Any, names: Container[str], kind: str, folder: str | Path) -> None:
+    """Require that the plugins of a model folder are imported already; never import them.
 
-
-def require_plugins(
-    plugins: Any, registered: Container[str], kind: str, folder: str | Path
-) -> None:
-    """Require the names that a model folder's plugins register, without importing them.
-
-    plugins: module by registered name, from the folder; kind: of the names, such as "encoding".
+    plugins: the folder's unchecked `{name: module}`; names: all that are registered now; kind: of
+    the names, such as "encoding".
     """
-    modules = plugins if isinstance(plugins, dict) else {"": None}
+    modules = plugins if isinstance(plugins, dict) else {"": None}  # None: refused below
     for name, module in modules.items():
         if not (isinstance(module, str) and re.fullmatch(r"\w+(\.\w+)*", module)):
             raise ConfigError(f"{folder}: plugins name a module for each {kind}, not {plugins!r}")
-        if name not in registered:
+        if name not in names:
             raise ConfigError(
-                f"{folder}: the {kind} {name!r} comes from the plugin {module}, which is not "
-                "imported, as a model folder may be anyone's: name it, or its file, by `plugins=` "
-                "of `vlp.load`, by `vlp --plugin` before the command, or by the variable "
-                f"{PLUGINS}"
+                f"{folder}: the {kind} {name!r} comes from the plugin {module}. Plugins of model "
+                "folders are not imported unasked; if you trust it, name it or its file by "
+                f"`plugins=` of `vlp.load`, `vlp --plugin` before the command, or {PLUGINS}"
             )
 
 
 def load_plugins(plugins: Iterable[str] = ()) -> None:
     """Import plugins (Python files or modules) that register encodings, objectives or tasks.
 
-    Those of `VLP_PLUGINS` are imported, too; `plugins` are added to it for child processes.
+    Plugins of `VLP_PLUGINS` are imported, too; `plugins` are added to it for child processes.
     """
     plugin_paths = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
     for plugin in (*plugin_paths, *plugins):
@@ -195,11 +191,11 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # lists as keys, dates that are none, nests too deep
+    except Exception as error:  # unhashable keys, impossible dates, nesting too deep
         raise yaml.YAMLError(str(error) or type(error).__name__) from error
 
 
-def where_and_what(error: yaml.YAMLError) -> str:
+def _yaml_problem(error: yaml.YAMLError) -> str:
     """Return line, column and problem of a YAML error as one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or problem is None:
@@ -212,7 +208,7 @@ def dump_yaml(values: Any) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
-_ELSEWHERE = {  # names of our keys in other packages
+_SYNONYMS = {  # key of other packages -> key here
     **dict.fromkeys(("lr", "base_lr", "max_lr"), "learning_rate"),
     "wd": "weight_decay",
     **dict.fromkeys(("batch_size", "bs", "per_device_train_batch_size"), "batch"),
@@ -231,19 +227,13 @@ _ELSEWHERE = {  # names of our keys in other packages
 def explain(
     error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
 ) -> str:
-    """Return the problems of a configuration, one line each."""
+    """Return the problems of a configuration, a line for each, with the origin of its key."""
     lines = []
     for problem in error.errors():
         location, fields = _location(problem["loc"], schema)
         key = ".".join(location)
-        origin = next(
-            (
-                origins[".".join(location[:n])]
-                for n in range(len(location), 0, -1)
-                if ".".join(location[:n]) in origins
-            ),
-            str(path),
-        )
+        parents = [".".join(location[:n]) for n in range(len(location), 0, -1)]
+        origin = next((origins[parent] for parent in parents if parent in origins), str(path))
         if problem["type"] == "extra_forbidden":
             hint = _nearest(".".join([*fields, location[-1]]), schema)
             lines.append(f"{origin}: unknown key '{key}'; {hint}")
@@ -267,14 +257,21 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """Return pydantic's location as the user's key, and its fields alone (no indices, no kinds)."""
+    """Return the parts of the user's key, and its schema fields alone (no indices), at an error.
+
+    `parts` is pydantic's location, which has the kinds of tagged unions in it, too.
+    """
     types: list[type[Config]] = [schema]
     location, field_path = [], []
     for part in parts:
         fields = [config.model_fields[part] for config in types if part in config.model_fields]
         if not fields and len(types) > 1:
-            matching_types = [config for config in types if _kind_of(config) == part]
-            if matching_types:  # pydantic inserts the kind of a tagged union, which is no key
+            matching_types = [
+                config
+                for config in types
+                if "kind" in config.model_fields and config.model_fields["kind"].default == part
+            ]
+            if matching_types:
                 types = matching_types
                 continue
         location.append(str(part))
@@ -284,20 +281,15 @@ def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[st
     return location, field_path
 
 
-def _kind_of(schema: type[Config]) -> Any:
-    field = schema.model_fields.get("kind")
-    return None if field is None else field.default
-
-
 def _nearest(key: str, schema: type[Config]) -> str:
-    # A choice by `kind` lists the keys of all kinds: the key itself may be one of another kind.
+    # The key itself may be valid for another `kind` of a union.
     keys = [path for path, _ in schema_fields(schema) if path != key]
     parent, _, leaf = key.rpartition(".")
     siblings = [path for path in keys if path.rpartition(".")[0] == parent]
     matches = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
     if matches:
         return f"did you mean '{parent + '.' if parent else ''}{matches[0]}'?"
-    leaf = _ELSEWHERE.get(leaf, leaf)
+    leaf = _SYNONYMS.get(leaf, leaf)
     same_leaf = [path for path in keys if path.rpartition(".")[2] == leaf]
     if same_leaf:
         return f"did you mean '{same_leaf[0]}'?"
@@ -339,13 +331,13 @@ def load_config(
 ) -> AnyConfig:
     """Read a configuration file and validate it.
 
-    `inherit: other.yaml` (relative to the file) is merged first, key by key, but a mapping of
+    `inherit: other.yaml` (relative to the file) is merged first, key by key, but a mapping with
     another `format` is replaced. Overrides `a.b=value` come last, with the value in YAML
-    (`data.sources=[{path: shards}]`, `teacher=null`, `tasks=["5117e062"]`); `origin` names them in
-    messages.
+    (`data.sources=[{path: shards}]`, `teacher=null`, `tasks=["5117e062"]`); error messages call
+    them `origin`.
     """
     values, origins = read_values(path)
-    # A format first: where it is another one, it replaces what its other keys are set in.
+    # Formats first: another format replaces the whole mapping, with keys that are set before it.
     for override in sorted(overrides, key=lambda override: ".format=" not in override):
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -354,20 +346,17 @@ def load_config(
             value = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        values = override_key(values, key, value)
-        for leaf in (key, *(f"{key}.{inner}" for inner in _paths(value))):
+        for leaf in (key, *(f"{key}.{inner}" for inner in _dotted_keys(value))):
             origins[leaf] = origin
         for depth in range(1, key.count(".") + 1):
             origins.setdefault(".".join(key.split(".")[:depth]), origin)
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merge(values, value)
     plugins = values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)  # the schema needs the names that they register
     return validate(values, schema, path, origins)
-
-
-def read_values(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the merged values of a file and its bases, and the file of each dotted key."""
-    return _read(config_file(path), ())
 
 
 def validate(
@@ -376,7 +365,7 @@ def validate(
     path: str | Path,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> AnyConfig:
-    """Return values that were read from a file as a configuration."""
+    """Return the configuration of values from a file; ConfigError names `path` or `origins`."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -384,12 +373,12 @@ def validate(
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write a resolved configuration as YAML that `load_config` reads back, without secrets."""
+    """Write a resolved configuration, with redacted secrets, as YAML that `load_config` reads."""
     write_text(Path(path), dump_yaml(config.model_dump(mode="json")))
 
 
 def config_file(path: str | Path) -> Path:
-    """Return the file of a configuration; `configs/...` that is not here is the installed one."""
+    """Return the path of a configuration; a missing `configs/...` is that of the installation."""
     path = Path(path)
     if path.parts[:1] == ("configs",) and not path.exists():
         installed = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])
@@ -397,10 +386,16 @@ def config_file(path: str | Path) -> Path:
     return path
 
 
-def _read(path: Path, bases: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    path = path.resolve()
-    if path in bases:
-        raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, bases))}")
+def read_values(
+    path: str | Path, children: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of a file merged with what it inherits, and the file of each dotted key.
+
+    children: files that inherit this one.
+    """
+    path = config_file(path).resolve()
+    if path in children:
+        raise ConfigError(f"{path}: inherits from itself through {' -> '.join(map(str, children))}")
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -408,17 +403,17 @@ def _read(path: Path, bases: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 ({error})") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {where_and_what(error)}") from error
+        raise ConfigError(f"{path}: not valid YAML: {_yaml_problem(error)}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a configuration is a mapping of keys, not {values!r}")
     parent = values.pop(INHERIT, None)
     if not isinstance(parent, str | None):
         raise ConfigError(f"{path}: '{INHERIT}' names one file, not {parent!r}")
-    origins = dict.fromkeys(_paths(values), str(path))
+    origins = dict.fromkeys(_dotted_keys(values), str(path))
     if parent is None:
         return values, origins
-    base, base_origins = _read(path.parent / parent, (*bases, path))
+    base, base_origins = read_values(path.parent / parent, (*children, path))
     return merge(base, values), base_origins | origins
 
 
@@ -434,15 +429,8 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def override_key(values: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return values with one dotted key replaced or merged."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return merge(values, value)
-
-
-def _paths(values: Any, prefix: str = "") -> Iterator[str]:
+def _dotted_keys(values: Any, prefix: str = "") -> Iterator[str]:
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield f"{prefix}{key}"
-            yield from _paths(value, f"{prefix}{key}.")
+            yield from _dotted_keys(value, f"{prefix}{key}.")

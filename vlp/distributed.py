@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-_control: Any = None
-_waits = False
+_cpu_group: Any = None
+_in_collective = False
 
 _DTYPES = {
     "F64": torch.float64,
@@ -34,25 +34,23 @@ _DTYPES = {
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# What a collective call, or the store at the start, says of a rank that has gone.
+# Parts of error messages of collective calls, and of the store at start, if another rank is lost or
+# does not answer in time.
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
-
-# What gloo says when the others' part of a collective call does not come, and the store at start.
 _LATE = ("Timed out waiting", "waiting for clients", "wait timeout after")
-
-# Collectives that the flight recorder of NCCL and Gloo remembers.
-_RECORDED = "512"
 
 
 def start(
     timeout: timedelta = timedelta(minutes=30), join: Callable[[timedelta], None] | None = None
 ) -> None:
-    """Join the other ranks, as the launcher's environment describes them.
+    """Join the other ranks by the launcher's environment variables.
 
-    timeout: of collective calls. join: joins otherwise than PyTorch does (`start_deepspeed`).
+    timeout: of collective calls. join: starts the process group in place of PyTorch's own function
+    (`start_deepspeed`).
     """
-    global _control
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _RECORDED)
+    global _cpu_group
+    # Collectives that the flight recorder of NCCL and Gloo remembers (`last_calls`).
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")
     if join is not None:
         join(timeout)
     else:
@@ -60,27 +58,27 @@ def start(
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
-    # Agreements go through the CPU, so that they never wait for the GPU's queue.
-    _control = dist.new_group(backend="gloo", timeout=timeout)
+    # Python objects and CPU tensors go through gloo, so that they never wait for a GPU's queue.
+    _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
 def end() -> None:
     """Leave the process group after a run that all ranks finished."""
-    global _control
-    _control = None
+    global _cpu_group
+    _cpu_group = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the ranks that `torchrun` or `accelerate launch` announces in the environment, by gloo.
+    """Join the ranks of `torchrun` or `accelerate launch` by gloo within this context.
 
-    Does nothing without them, or inside a running group.
+    Does nothing without such a launcher, or inside a running group.
     """
-    # The threads of gloo end with the block, since no reference to the group remains: a thread that
-    # releases a tensor while the interpreter ends would abort the process. `torch.distributed.nn`
-    # keeps the group of its first import as a default argument, so it is imported above.
+    # gloo's threads must end with the block: a thread that releases a tensor while the interpreter
+    # exits aborts the process. They end when no reference to the group remains;
+    # `torch.distributed.nn`, imported in a group, would keep one as a default argument.
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
         return
@@ -92,12 +90,12 @@ def process_group() -> Iterator[None]:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether an error means a lost rank, in a collective call or at start."""
+    """Return whether an error means that another rank has died."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST)
 
 
 def is_late_peer(error: BaseException) -> bool:
-    """Return whether an error means a late rank, in a collective call or at start."""
+    """Return whether an error means that another rank did not answer within the timeout."""
     return isinstance(error, RuntimeError) and any(part in str(error) for part in _LATE)
 
 
@@ -125,27 +123,27 @@ def is_distributed() -> bool:
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """Note that a collective call is under way."""
-    global _waits
-    _waits = True
+    """Set the flag of `in_collective` within this context or decorated function."""
+    global _in_collective
+    _in_collective = True
     try:
         yield
     finally:
-        _waits = False
+        _in_collective = False
 
 
 def in_collective() -> bool:
     """Return whether one of this module's collective calls runs (on a GPU, is being launched)."""
-    return _waits
+    return _in_collective
 
 
 def clone_store() -> Any:
-    """Return another thread's connection to the process group's store; None for a single rank."""
+    """Connect another thread to the process group's store; None for a single rank."""
     return dist.distributed_c10d._get_default_store().clone() if is_distributed() else None
 
 
 def last_calls(number: int) -> list[str]:
-    """Return lines of JSON on the last collective calls that this rank has begun, oldest first."""
+    """Return the last `number` collective calls of this rank as JSON lines, oldest first."""
     module = torch._C._distributed_c10d
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, of Gloo
     dumps = [json.loads(dump()) for name in names if (dump := getattr(module, name, None))]
@@ -155,7 +153,7 @@ def last_calls(number: int) -> list[str]:
 
 
 def global_sum(x: Tensor) -> Tensor:
-    """Sum over all ranks, without gradient, into a new tensor; collective, with equal shapes."""
+    """Return the sum over all ranks of a tensor of any shape, without gradient; collective."""
     total = x.detach().clone()
     if is_distributed():
         with _waiting():
@@ -164,12 +162,11 @@ def global_sum(x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Gather rows in rank order, (rows, ...) -> (world_size * rows, ...), differentiably;
-    collective.
+    """Concatenate all ranks' rows with gradients, (rows, ...) -> (world_size * rows, ...).
 
-    A row's gradient is the sum over all ranks' losses. With losses scaled as in
-    `vlp.objectives.loss.normalise`, averaging parameter gradients over ranks (DeepSpeed, DDP) gives
-    the gradient of the global mean. Shapes are equal on all ranks.
+    Collective, with equal shapes on all ranks. A row's gradient is summed over all ranks' losses.
+    With losses scaled as in `vlp.objectives.loss.normalise`, averaging parameter gradients over
+    ranks (DeepSpeed, DDP) gives the gradient of the global mean.
     """
     if not is_distributed():
         return x
@@ -179,9 +176,9 @@ def gather(x: Tensor) -> Tensor:
 
 
 def start_gather(x: Tensor) -> Callable[[], Tensor]:
-    """Start gathering rows as `gather`, without gradients; the returned function waits for them.
+    """Start a `gather` without gradients; return a function that waits for its result.
 
-    Every rank must call both, in the same order.
+    Every rank must call both functions, in the same order.
     """
     if not is_distributed():
         return lambda: x
@@ -227,9 +224,9 @@ def host_copy(x: Tensor) -> Tensor:
 
 
 def pass_on(tensors: list[Tensor]) -> list[Tensor]:
-    """Send tensors to the next rank of a ring and return the previous one's, without gradient.
+    """Send tensors to the next rank of a ring and return the previous rank's tensors.
 
-    Every rank must call it, with the same shapes and types.
+    Collective, with equal shapes and dtypes on all ranks; without gradients.
     """
     ranks, index = world_size(), rank()
     if ranks == 1:
@@ -246,53 +243,56 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def barrier() -> None:
-    """Wait until every rank has come here."""
+    """Wait until every rank has called this function."""
     max_over_ranks([0.0])
 
 
+@_waiting()
 def max_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
     """Return the maximum over ranks of each value."""
-    # A GPU sends values as it does gradients, without TCP, and waits for its queue.
+    # On a GPU's device, values go through NCCL as gradients do, and wait for the GPU's queue.
     if world_size() == 1:
         return list(values)
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
-    group = _control if maxima.device.type == "cpu" else None
-    with _waiting():
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        return [float(value) for value in maxima.tolist()]
+    group = _cpu_group if maxima.device.type == "cpu" else None
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in maxima.tolist()]
 
 
+@_waiting()
 def mean_over_ranks(values: Tensor) -> Tensor:
     """Average a CPU vector over ranks."""
     if world_size() > 1:
-        dist.all_reduce(values, group=_control)
+        dist.all_reduce(values, group=_cpu_group)
         values /= world_size()
     return values
 
 
+@_waiting()
 def from_rank_0(value: Any) -> Any:
     """Return rank 0's picklable value, on every rank."""
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_control)
+    dist.broadcast_object_list(box, src=0, group=_cpu_group)
     return box[0]
 
 
+@_waiting()
 def gather_to_all(value: Any) -> list[Any]:
     """Return every rank's picklable value, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value, group=_control)
+    dist.all_gather_object(values, value, group=_cpu_group)
     return values
 
 
 @contextmanager
 def raise_on_all_ranks(kind: type[ValueError]) -> Iterator[None]:
-    """Run a block without collective calls on all ranks; a `kind` error on one fails all.
+    """Run a block on all ranks; if any rank raises `kind`, raise it on every rank.
 
-    Each rank then gets all messages in one error.
+    The error has the messages of all ranks. The block must not contain collective calls.
     """
     problem: str | None = None
     try:
@@ -304,26 +304,28 @@ def raise_on_all_ranks(kind: type[ValueError]) -> Iterator[None]:
         raise kind("\n".join(dict.fromkeys(problems)))
 
 
+@_waiting()
 def tensor_from_rank_0(tensor: Tensor) -> Tensor:
     """Return rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
     if world_size() > 1:
-        dist.broadcast(tensor, src=0, group=_control)
+        dist.broadcast(tensor, src=0, group=_cpu_group)
     return tensor
 
 
 def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a file's tensors one by one on every rank's CPU."""
-    # Only rank 0 needs the path, as a run folder may lie on the first node's disk.
+    """Yield name and tensor of rank 0's safetensors file, one by one, on every rank's CPU.
+
+    path: None on other ranks, as a run folder may lie on the first node's disk.
+    """
     file = safe_open(path, framework="pt") if path is not None else None
-    described: list[tuple[str, list[int], str]] = []
+    headers: list[tuple[str, list[int], str]] = []
     if file is not None:
         for name in file.keys():  # noqa: SIM118 (not a mapping)
-            tensor = file.get_slice(name)
-            described.append((name, tensor.get_shape(), tensor.get_dtype()))
-    described = from_rank_0(described)
-    for name, shape, kind in described:
+            header = file.get_slice(name)
+            headers.append((name, header.get_shape(), header.get_dtype()))
+    for name, shape, dtype in from_rank_0(headers):
         if file is not None:
             tensor = file.get_tensor(name)
         else:
-            tensor = torch.empty(shape, dtype=_DTYPES[kind])
+            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
         yield name, tensor_from_rank_0(tensor)

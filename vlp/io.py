@@ -24,16 +24,15 @@ if TYPE_CHECKING:
 
 HIDDEN = "***"
 
-# Of renameat2(2).
-_HERE, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of renameat2(2)
 
 REFERENCE = re.compile(r"\$\{(\w+)\}")  # environment variable in a URL; no secret itself
 
-# A path's way of writing a URL drops one of the slashes. Letters before http are those of
-# `git+https` or of a text. In a path of a store `?` is a wildcard unless a key and `=` follow.
+# `Path` drops one of a URL's two slashes. Letters before http may be `git+` or the end of a word.
+# In other schemes `?` is a wildcard unless a key and `=` follow.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}"
-# A password may hold slashes and blanks. A port ends at a slash, a blank or the text's end, and no
-# @ follows it in the same word.
+# USER:PASSWORD@: the password may contain slashes and blanks. Digits are a port instead if a slash,
+# a blank or the text's end follows, and no @ in the same word.
 _PORT = r"\d{1,5}(?:/[^@\s]*(?:\s|$)|[^\w/+=@]|$)"
 _PASSWORD = rf"[^\s/:@?#\[]+:(?!{_PORT})(?=\S)(?:(?!{_SCHEME})[^@\n\"'<>]){{1,256}}@"
 _URL = re.compile(
@@ -42,9 +41,9 @@ _URL = re.compile(
     rf"((?:(?!{_SCHEME})[^\s?#\"<>]|(?(2)(?!)|[?#](?![^\s?#\"<>,:/]*=)))*)"
     r"([?#][^\s\"<>]+)?"
 )
-# One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec. The hub's data sets and
-# timm's models have prefixes that may be followed by a path here.
-_PLACE = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
+# One letter is a drive of Windows; `simplecache::s3` is a chain of fsspec. `hf-hub:` and the like
+# are prefixes of timm and datasets, with names or local paths behind them.
+_URI = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
 _PARAMETER = re.compile(r";[\w.~-]+=(?!\$\{\w+\})[^;/\s]+")
 _NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
 _NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
@@ -66,12 +65,12 @@ def parse_json(content: str | bytes, errors: str = "strict") -> Any:
     try:
         if isinstance(content, bytes):
             content = content.decode(json.detect_encoding(content), errors)
-        # Both checks cost time, so they run only where there may be such a number or escape.
-        surrogate = bool(_SURROGATE.search(content))
-        if surrogate and errors != "strict":
+        # The checks of integers and surrogates cost time: run them only where one may occur.
+        has_surrogate = bool(_SURROGATE.search(content))
+        if has_surrogate and errors != "strict":
             content = _ESCAPE.sub(lambda m: r"\ufffd" if m[1] else m[0], content)
         value = json.loads(content, parse_int=_int64 if _LONG.search(content) else None)
-        if surrogate and errors == "strict":
+        if has_surrogate and errors == "strict":
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -89,30 +88,30 @@ def _int64(digits: str) -> int:
 
 
 def as_url(path: object) -> str | None:
-    """Return the URL that a path or text is (a `Path` loses one slash); None for a local one."""
-    match = _PLACE.fullmatch(str(path)) if isinstance(path, str | Path) else None
+    """Return a path or text as a URL, with the slash that `Path` drops; None for a local path."""
+    match = _URI.fullmatch(str(path)) if isinstance(path, str | Path) else None
     return match and f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2]}"
 
 
 def require_local(path: Path) -> None:
-    """Refuse, by an OSError, to write at a URL as if it were a path to a folder `s3:`."""
+    """Raise OSError for a URL, which would else be written to as a local folder `s3:`."""
     if (url := as_url(path)) is not None:
-        raise OSError(errno.EINVAL, "it is a URL, and only a folder on a disk will do here", url)
+        raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Return whether a name, not found locally, may be one of the hub: NAME or OWNER/NAME."""
+    """Return whether a name without a local folder may be a hub id: NAME or OWNER/NAME."""
     owner, slash, repository = name.partition("/")
     if "/" in repository or name.startswith((".", "/", "~")):
         return False
-    # A local folder OWNER means a mistyped path, which no stranger's repository may answer.
-    mistyped = Path(owner).is_dir() and not Path(name).is_dir()
-    return not (slash and (owner == "runs" or mistyped))
+    # If there is a local folder OWNER, a path was mistyped: do not load a stranger's repository.
+    is_mistyped = Path(owner).is_dir() and not Path(name).is_dir()
+    return not (slash and (owner == "runs" or is_mistyped))
 
 
 @cache
 def check_hub() -> None:
-    """Go offline at once if the hub is unreachable, as a download would retry for 40 s."""
+    """Switch to the hub's offline mode if it is unreachable; a download would retry for 40 s."""
     import huggingface_hub.constants as hub
 
     url = urlsplit(hub.ENDPOINT)
@@ -124,17 +123,17 @@ def check_hub() -> None:
     except OSError:
         print(f"{host} cannot be reached: only what is in the hub's cache is used", file=sys.stderr)
         hub.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"  # of processes that this one starts
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
 
 
 def sync(file: Any) -> None:
-    """Sync an open file to the disk, before it is renamed."""
+    """Write an open file's buffers through to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """Sync a written file, or the names in a folder, to the disk."""
+    """Write a closed file, or the names in a folder, through to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -148,9 +147,9 @@ def open_nofollow(path: str, flags: int) -> int:
 
 
 class AtomicFile:
-    """A file written under a temporary name in its (created) folder, and renamed at `commit`.
+    """A file written under a temporary name and renamed at `commit`; missing folders are made.
 
-    mode: "wb", or "w" for UTF-8 text; durable: sync the file before the renaming, and the name.
+    mode: "wb", or "w" for UTF-8 text; durable: sync the file before the renaming, its folder after.
     """
 
     def __init__(
@@ -175,7 +174,7 @@ class AtomicFile:
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
-        with suppress(OSError):  # on a full disk, what was still to be written
+        with suppress(OSError):  # closing flushes, which fails on a full disk
             self.file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -189,9 +188,9 @@ def atomic_write(
     suffix: str = ".tmp",
     error: type[Exception] | None = None,
 ) -> Iterator[IO[Any]]:
-    """Open an `AtomicFile`, committed when the block ends well and removed otherwise.
+    """Open an `AtomicFile`; commit it after the block, or remove it if the block raises.
 
-    `error` replaces an OSError, with a message that names the file.
+    error: raised in place of an OSError, with a message that names the file.
     """
     try:
         output = AtomicFile(path, mode, durable, suffix)
@@ -240,7 +239,7 @@ def write_json(
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a path for a new folder, which replaces `folder` if the block ends well."""
+    """Yield a path at which to make a folder; it replaces `folder` unless the block raises."""
     require_local(folder)
     partial = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
@@ -253,10 +252,11 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Replace a folder by another one, atomically where the system can exchange two names."""
+    """Replace `target`, if it exists, by the folder `new`; atomic on Linux."""
     restore_folder(target)
-    former = new if _exchanged(new, target) else _aside(target)
-    if former != new:
+    former = new
+    if not _exchange(new, target):
+        former = _backup_path(target)
         if target.exists():
             target.rename(former)
         new.rename(target)
@@ -264,42 +264,43 @@ def replace_folder(new: Path, target: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def _exchanged(new: Path, target: Path) -> bool:
+def _exchange(a: Path, b: Path) -> bool:
     """Exchange the names of two folders; False if one is missing or the system cannot."""
-    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # of Linux
-    if exchange is None:
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # only on Linux
+    if rename is None:
         return False
-    return exchange(_HERE, os.fsencode(new), _HERE, os.fsencode(target), _RENAME_EXCHANGE) == 0
+    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
 def restore_folder(folder: Path) -> None:
-    """Bring back a folder that a kill within `replace_folder` left under a temporary name."""
+    """Undo a `replace_folder` that was killed between its renamings, or remove its leftovers."""
+    backup = _backup_path(folder)
     if folder.exists():
-        shutil.rmtree(_aside(folder), ignore_errors=True)
-    elif _aside(folder).exists():
-        _aside(folder).rename(folder)
+        shutil.rmtree(backup, ignore_errors=True)
+    elif backup.exists():
+        backup.rename(folder)
 
 
-def _aside(folder: Path) -> Path:
+def _backup_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def keep_others(old: Path, new: Path) -> None:
-    """Link into a folder the entries of another one that it lacks."""
-    if not old.is_dir():
+def link_missing(source: Path, target: Path) -> None:
+    """Hard-link into a folder the entries of `source`, if it exists, that the folder lacks."""
+    if not source.is_dir():
         return
-    names = {path.name for path in new.iterdir()}
-    for path in old.iterdir():
+    names = {path.name for path in target.iterdir()}
+    for path in source.iterdir():
         if path.name in names:
             continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
+            shutil.copytree(path, target / path.name, symlinks=True, copy_function=_link)
         else:
-            _link(path, new / path.name)
+            _link(path, target / path.name)
 
 
 def _link(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name, or copy it on a disk without links."""
+    """Hard-link a file, or copy it on a disk without links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
@@ -315,17 +316,17 @@ def sha256_of(path: Path) -> str:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file and bring it to the disk, with the user's umask."""
-    # Imported here: whoever writes shards or text needs no torch.
+    """Write tensors atomically and durably to a safetensors file."""
+    # Imported here, as writers of shards and text need no torch.
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        cpu_tensors = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         with atomic_write(path) as file:
             mode = os.fstat(file.fileno()).st_mode
-            save_file(plain, file.name, metadata)
-            # The library replaces the file by one that its owner alone may read.
+            save_file(cpu_tensors, file.name, metadata)
+            # The library replaces the file by one that only its owner may read.
             os.chmod(file.name, mode)
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
@@ -333,16 +334,16 @@ def write_tensors(
 
 
 def redact(text: str) -> str:
-    """Return a text with `***` for user info, parameters, query and fragment of every URL.
+    """Return a text with `***` in place of user, parameters, query and fragment of every URL.
 
-    Beyond http, https and ftp, a user without a password is a revision (`hf://model@main`) and a
-    query without `=` a wildcard; both stay.
+    In schemes other than http, https and ftp, a user without a password (`hf://model@main`) and a
+    query without `=` (a wildcard) stay.
     """
     return _URL.sub(_redact_url, text)
 
 
 def redact_values(values: Any) -> Any:
-    """Return JSON values with every text redacted."""
+    """Return JSON values with `redact` applied to every text but keys."""
     if isinstance(values, str):
         return redact(values)
     if isinstance(values, Mapping):
@@ -353,7 +354,7 @@ def redact_values(values: Any) -> Any:
 
 
 class Redacted:
-    """Mixin of exceptions with redacted messages, placed before the built-in base."""
+    """Mixin of exceptions that redacts their messages; first in the list of bases."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*map(redact_values, arguments))

@@ -18,23 +18,21 @@ from vlp.config import ConfigError
 from vlp.io import open_nofollow, parse_json, require_local
 
 PREFIX = ".lock-"
-BEAT_SECONDS = 10.0
-# Age of the last beat from which on another machine's lock is stale.
-STALE_SECONDS = 60.0
-
-# Time that worker processes have to end when their command was killed.
-PATIENCE_SECONDS = 30.0
+BEAT_SECONDS = 10.0  # between two touches of a lock file
+STALE_SECONDS = 60.0  # without a touch, after which another machine's lock is void
+# Wait for the worker processes of a killed command, which still hold its lock.
+WAIT_SECONDS = 30.0
 
 
-# The kernel of one machine decides (`flock`) until the process and its forks end. Others may
-# not see that lock on a shared disk, so each has a lock file, touched every few seconds by a thread
-# and stale without touches. It is written before looking at others: of two simultaneous processes
-# at most one goes on.
+# Every machine has one lock file in the folder. Between processes of a machine `flock` decides,
+# which holds until the process and its forks end. Other machines may not see it on a shared disk:
+# for them a thread touches the file. A process writes its own file before it looks for others, so
+# of two that start at once at most one continues.
 class FolderLock:
-    """The right to write a folder: `with FolderLock(folder): ...`.
+    """Exclusive right to write a folder: `with FolderLock(folder): ...`; ConfigError if taken.
 
-    A missing folder is made, and removed with the lock if empty. prefix: of the lock file's name,
-    one for each kind of lock.
+    A missing folder is made, and removed with the lock if it is still empty. prefix: start of lock
+    file names; locks with different prefixes are independent.
     """
 
     def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
@@ -61,7 +59,7 @@ class FolderLock:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Release the lock."""
         self._released.set()
         with suppress(OSError):
             if self._file is not None:
@@ -78,8 +76,8 @@ class FolderLock:
         self.release()
 
     def _acquire(self) -> IO[bytes]:
-        """Return this machine's lock file, locked."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Open and lock this machine's lock file."""
+        deadline = time.monotonic() + WAIT_SECONDS
         while True:
             file = open(self._path, "a+b", opener=open_nofollow)  # noqa: SIM115
             try:
@@ -89,7 +87,7 @@ class FolderLock:
                 is_locked = True
             except OSError:  # a file system without locks
                 is_locked = _is_running(_owner(self._path))
-            with suppress(FileNotFoundError):  # its owner has removed it meanwhile
+            with suppress(FileNotFoundError):  # the owner has just removed the file
                 if not is_locked and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                     return file
             file.close()
@@ -114,7 +112,7 @@ class FolderLock:
             try:
                 os.utime(self._path)
             except OSError as error:
-                # Other errors: the disk does not answer; it may at the next beat.
+                # After other errors the disk may answer at the next beat.
                 if isinstance(error, FileNotFoundError) and any(self._others()):
                     print(f"error: {self.folder}: another machine has taken over", file=sys.stderr)
                     os._exit(1)
@@ -131,7 +129,7 @@ class FolderLock:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Describe the process that holds a folder's lock; None without one."""
+    """Return "process N on HOST" for the process that locks a folder; None if it is unlocked."""
     for path in folder.glob(f"{PREFIX}*"):
         owner = _owner(path)
         with suppress(OSError):
@@ -148,7 +146,7 @@ def is_lock(path: Path) -> bool:
 
 
 def _machine() -> str:
-    """Return a name of the running kernel, as processes of one kernel see each other's locks."""
+    """Return a name of the running kernel, as `flock` works between its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text()[:8] if boot.exists() else ''}"
 
@@ -162,7 +160,7 @@ def _owner(path: Path) -> dict[str, Any]:
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
-    """Return whether the owner is there, and not just another process of its number."""
+    # A later process may have the owner's id, but not its start time.
     started = owner.get("started")
     return started is not None and _start_time(owner.get("process")) == started
 
@@ -176,12 +174,12 @@ def _start_time(process: object) -> int | None:
 
 
 def _is_touched(other: Path, local: Path) -> bool:
-    """Return whether another machine's lock is touched, waiting until it is or is stale."""
-    with suppress(FileNotFoundError):  # it is released
+    """Wait until another machine's lock file is touched (True), stale or removed (False)."""
+    with suppress(FileNotFoundError):  # removed by its owner
         first = _last_beat(other)
         deadline = time.monotonic() + STALE_SECONDS
         while time.monotonic() < deadline:
-            os.utime(local)  # both by the clock of the disk
+            os.utime(local)  # so that both times are of the disk's clock
             last = _last_beat(other)
             if last != first:
                 return True
@@ -192,5 +190,5 @@ def _is_touched(other: Path, local: Path) -> bool:
 
 
 def _last_beat(path: Path) -> float:
-    with open(path, "rb") as file:  # opened, a network file system asks its server
+    with open(path, "rb") as file:  # opening makes a network file system ask its server
         return os.fstat(file.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""`vlp info`: the installation, or how a run goes; `vlp config keys`: configuration keys."""
+"""`vlp info`: a run, or the installation; `vlp config keys`: configuration keys."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic_core import PydanticUndefined
 from typer import Option
 
 from vlp.command_line import Command, new_app
+from vlp.config import Config, schema_fields
+from vlp.lock import owner_of
 
 OPTIONAL = ("pycocoevalcap", "pycocotools", "gradio", "wandb", "mlflow-skinny")
-OWN = ("vlp", "data_tools", "evaluation", "launch", "configs")
+PROJECT_PACKAGES = ("vlp", "data_tools", "evaluation", "launch", "configs")
 
 
 def info(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help="run folder")] = None,
 ) -> int:
-    """Print how a run goes, or without one versions, devices and the locations of packages.
+    """Print a run's progress and settings; without RUN the versions, devices and locations.
 
     \b
       vlp info runs/base
@@ -45,9 +48,8 @@ def info(
 
 
 def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
-    """Yield tables of a run: course, last figures, starts, settings."""
+    """Yield titles and (name, value) rows: summary, last figures, starts, settings."""
     from evaluation.report.sources import read_sources, settings, training_summary
-    from vlp.lock import owner_of
     from vlp.training.run_folder import read_record
 
     [source] = read_sources([folder])
@@ -79,15 +81,15 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
 def _running_rows(
     steps: Sequence[Mapping[str, Any]], total: int | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the step of a running run, and its time left by the last two log lines."""
+    """Yield the step of an active run and the time left, by the pace of the last two log lines."""
     if not steps:
         yield "step", f"0 of {total}, none logged yet"
         return
     last = steps[-1]
     yield "step", f"{last['step']} of {total}"
     if len(steps) > 1 and total:
-        before = steps[-2]
-        pace = (last["seconds"] - before["seconds"]) / max(last["step"] - before["step"], 1)
+        previous = steps[-2]
+        pace = (last["seconds"] - previous["seconds"]) / max(last["step"] - previous["step"], 1)
         yield "time left", f"{(total - last['step']) * pace / 3600:.2f} h, {pace:.3g} s a step"
 
 
@@ -121,7 +123,7 @@ def _print_installation() -> None:
         memory = properties.total_memory / 2**30
         print(f"  {f'cuda:{index}':14} {properties.name}, {memory:.0f} GiB")
     print("\nlocations")
-    for name in OWN:
+    for name in PROJECT_PACKAGES:
         spec = importlib.util.find_spec(name)
         paths = [] if spec is None else list(spec.submodule_search_locations or ())
         print(f"  {name:14} {paths[0] if paths else 'not installed'}")
@@ -139,14 +141,11 @@ def keys(
         Literal["pretrain", "finetune", "vision"], Option(help="kind of training")
     ] = "pretrain",
 ) -> int:
-    """List configuration keys with their defaults and meanings.
+    """List configuration keys with defaults and descriptions.
 
     \b
       vlp config keys warmup
     """
-    from pydantic_core import PydanticUndefined
-
-    from vlp.config import Config, schema_fields
     from vlp.training.config import FinetuneConfig, PretrainConfig, VisionConfig
 
     schemas: dict[str, type[Config]] = {

@@ -1,6 +1,6 @@
-"""The commands of `vlp`, and declarations of those that train, convert and export models.
+"""The commands of `vlp`; this module declares those that train, convert and export models.
 
-Each imports its dependencies when it runs, so that `--help` needs no PyTorch.
+A command imports its dependencies when it runs, so that `--help` needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 from typer.core import TyperGroup
+from yaml import YAMLError
 
 from data_tools.__main__ import data_commands
 from evaluation.commands import ablations, measure, positions, predictions, reports
@@ -35,6 +36,7 @@ from vlp.command_line import (
     run_app,
     tower_overrides,
 )
+from vlp.config import ConfigError, load_config, load_plugins, read_values
 from vlp.signals import STOP_SIGNALS
 from vlp.tasks.downstream.registry import task_kinds
 
@@ -47,8 +49,8 @@ Ranks = Annotated[
         help="processes on this machine (default: one for each GPU, or one)",
     ),
 ]
-Resume = Annotated[bool, Option("--resume", help="go on from the newest checkpoint")]
-# DeepSpeed's launcher adds it to every script; the ranks read LOCAL_RANK of the environment.
+Resume = Annotated[bool, Option("--resume", help="continue from the newest checkpoint")]
+# DeepSpeed's launcher passes --local_rank to every script; ranks read LOCAL_RANK instead.
 LocalRank = Annotated[int | None, Option("--local_rank", "--local-rank", hidden=True)]
 NewFolder = Annotated[Path, Option(metavar="DIR", help="a new folder")]
 
@@ -77,18 +79,12 @@ def train(
 
     A configuration with the key `task` trains a vision model. The run's folder is the key
     `output`. For several machines start launch/pretrain.py with deepspeed. Exit code 75: stopped
-    by a signal or with its launcher; --resume goes on, on any number of ranks.
+    by a signal or with its launcher; --resume continues, on any number of ranks.
 
     \b
       vlp train --config configs/pretrain/base.yaml training.batch=256
     """
-    from vlp.config import ConfigError, read_values
-
-    try:
-        values, _ = read_values(config)
-    except ConfigError:
-        # The training reports errors in it.
-        values = {}
+    values = _read_config(config)
     task = values.get("task")
     if isinstance(task, dict) and task.get("kind") in task_kinds():
         kind = task["kind"]
@@ -96,14 +92,10 @@ def train(
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
     if (count := _rank_count(ranks)) > 1:
         if task is None:
-            from vlp.config import load_config
             from vlp.training.config import PretrainConfig
 
-            # Found here, it is one line and not each rank's.
-            try:
-                load_config(config, PretrainConfig, changes).require_world_size(count)
-            except ConfigError as error:
-                raise typer.BadParameter(str(error)) from None
+            # Before the ranks start, so that an error is printed once.
+            load_config(config, PretrainConfig, changes).require_world_size(count)
         flags = ["--resume"] if resume else []
         return launch_ranks(count, ["train", "--config", str(config), *changes, *flags])
     if "task" in values:
@@ -113,8 +105,32 @@ def train(
     return run(config, changes, resume)
 
 
+def _read_config(config: Path) -> dict[str, Any]:
+    """Return a file's values and import its plugins; {} for an invalid file."""
+    try:
+        values, _ = read_values(config)
+    except ConfigError:  # the training reports it, once on each node
+        return {}
+    plugins = values.get("plugins")
+    load_plugins(map(str, plugins) if isinstance(plugins, list) else ())
+    return values
+
+
+class FinetuneCommand(Command):
+    """`vlp finetune`; its help lists the tasks of plugins, too."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help; `vlp --plugin` has imported plugins by now."""
+        self.params[0].help = _task_help()  # type: ignore[attr-defined]
+        return super().get_help(ctx)
+
+
+def _task_help() -> str:
+    return f"one of {', '.join(task_kinds())}"
+
+
 def finetune(
-    task: Annotated[str, typer.Argument(metavar="TASK", help=f"one of {', '.join(task_kinds())}")],
+    task: Annotated[str, typer.Argument(metavar="TASK", help=_task_help())],
     config: Config,
     init_from: Annotated[
         str | None, Option("--from", metavar="DIR", help="model folder, same as init_from=DIR")
@@ -132,7 +148,7 @@ def finetune(
     \b
       vlp finetune vqa --config configs/finetune/vqa_v2.yaml --from runs/base/model
     """
-    _load_plugins_of(config)
+    _read_config(config)
     if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
         raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
@@ -142,14 +158,6 @@ def finetune(
     from launch.finetune import run_finetuning
 
     return run_finetuning(config, task, changes, resume)
-
-
-def _load_plugins_of(config: Path) -> None:
-    """Import the plugins that a configuration names, for they may register its task."""
-    from vlp.config import ConfigError, load_plugins, read_values
-
-    with suppress(ConfigError):  # the training reports errors in the file
-        load_plugins(map(str, read_values(config)[0].get("plugins") or ()))
 
 
 def align(
@@ -202,7 +210,9 @@ def convert_albef(
     """
     from launch.from_albef import convert
 
-    return _exit_code(lambda: convert(checkpoint, vocabulary, out, image_size, overrides or ()))
+    with _config_errors():
+        convert(checkpoint, vocabulary, out, image_size, overrides or ())
+    return 0
 
 
 def export(
@@ -222,29 +232,26 @@ def export(
     \b
       vlp export --model runs/demo/run/model --out exported
     """
+    import vlp
+    from vlp.serving.export import export_model
+    from vlp.tasks.downstream.task import has_task
 
-    def run() -> None:
-        import vlp
-        from vlp.serving.export import export_model
-        from vlp.tasks.downstream.task import has_task
-
+    with _config_errors():
         loaded = vlp.load(model, revision=revision)
         if loaded.folder is not None and has_task(loaded.folder):
             print(
-                f"{model} was fine-tuned for a task, whose head is not exported; `match` is what "
-                "it was before",
+                f"{model} was fine-tuned for a task: its head is not exported; `match` uses the "
+                "ITM head of the pretraining",
                 file=sys.stderr,
             )
         for file in export_model(loaded, out, format):
             print(f"{file}  {file.stat().st_size / 2**20:.1f} MiB")
-
-    return _exit_code(run)
+    return 0
 
 
 def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
-    """Run a command of `vlp` on several ranks of this machine; returns their exit code."""
-    # torchrun itself turns every failure into 1. Here the first failing rank's code counts, and a
-    # signal, forwarded to the ranks, ends with `REQUEUE`.
+    """Run a command of `vlp` on several ranks of this machine; return the first failure's code."""
+    # torchrun itself turns every failure into 1. A signal is forwarded and ends with `REQUEUE`.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -267,7 +274,7 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _rank_count(ranks: int | None) -> int:
-    """Return the number of processes to start; 1 where a launcher has started this one."""
+    """Return the number of processes to start; 1 in a rank that a launcher has started."""
     if "WORLD_SIZE" in os.environ:
         return 1
     if ranks is None:
@@ -277,18 +284,13 @@ def _rank_count(ranks: int | None) -> int:
     return ranks
 
 
-def _exit_code(work: Callable[[], None]) -> int:
-    """Return 0, or 2 after one line about input that cannot be used."""
-    from yaml import YAMLError
-
-    from vlp.config import ConfigError
-
+@contextmanager
+def _config_errors() -> Iterator[None]:
+    """Raise ConfigError, which is printed as one line, for input that cannot be used."""
     try:
-        work()
-    except (ConfigError, ValueError, OSError, YAMLError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        yield
+    except (ValueError, OSError, YAMLError) as error:
+        raise ConfigError(str(error)) from error
 
 
 app = new_app("Vision-language pretraining with the position embedding ACE-RPE.", completion=True)
@@ -311,19 +313,14 @@ def callback(
         list[str] | None,
         Option(
             metavar="MODULE",
-            help="Python file or module of your own encodings or tasks, as a model folder or "
-            "configuration of yours needs it; once for each",
+            help="Python file or module that registers encodings or tasks of your own; repeat the "
+            "option for more",
         ),
     ] = None,
 ) -> None:
     """Vision-language pretraining with the position embedding ACE-RPE."""
     if plugin:
-        from vlp.config import ConfigError, load_plugins
-
-        try:
-            load_plugins(plugin)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from error
+        load_plugins(plugin)
 
 
 def _add(group: str, *functions: Callable[..., int]) -> None:
@@ -331,13 +328,13 @@ def _add(group: str, *functions: Callable[..., int]) -> None:
         app.command(cls=Command, rich_help_panel=group)(function)
 
 
-_add(START_HERE, demo, train, finetune)
+_add(START_HERE, demo, train)
+app.command(cls=FinetuneCommand, rich_help_panel=START_HERE)(finetune)
 app.add_typer(measure.app, name="evaluate", rich_help_panel=START_HERE)
-# Users of peers look for it here; `vlp evaluate` lists it.
+# Other packages have `embed` at the top level; `vlp evaluate` lists it.
 app.command(cls=EvaluationCommand, hidden=True)(predictions.embed)
 app.add_typer(reports.app)
-_add(MODELS, align, convert_albef)
-_add(MODELS, export, info)
+_add(MODELS, align, convert_albef, export, info)
 app.add_typer(plans.app)
 app.add_typer(config_app, name="config")
 app.add_typer(positions.app)
@@ -360,6 +357,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_script(command: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a command of `vlp` on this rank with a script's arguments; returns the exit code."""
-    ranks = ["--ranks", "1"] if command in ("train", "finetune") else []
-    return main([command, *(sys.argv[1:] if arguments is None else arguments), *ranks])
+    """Run `vlp train` or `vlp finetune` as one rank, by a script's arguments (None: sys.argv)."""
+    return main([command, *(sys.argv[1:] if arguments is None else arguments), "--ranks", "1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from typer import Option
 
 from vlp.command_line import Command, Overrides, new_app, positive
+from vlp.config import ConfigError, load_config
+from vlp.io import as_url, write_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,8 +26,7 @@ app = new_app()
 # Bytes of a parameter, a gradient and each of AdamW's two moments, at every precision.
 FLOAT = 4
 # Numbers of ranks that are printed; the JSON file has all.
-SHOWN = 12
-
+MAX_SIZES = 12
 
 # Pairs/s of configs/pretrain/base.yaml on one H200 (docs/results/gpu.md), by pairs a step and
 # `training.compile`.
@@ -34,7 +34,7 @@ MEASURED = {(32, "none"): 130, (64, "none"): 225, (128, "none"): 394, (64, "bloc
 
 
 class StageMemory(NamedTuple):
-    """Bytes of a GPU at one ZeRO stage; `teacher` includes the queue."""
+    """Bytes of training state on one GPU; `teacher` includes the queue."""
 
     weights: float
     gradients: float
@@ -64,50 +64,30 @@ def plan(
     \b
       vlp plan --config configs/pretrain/base_256.yaml --gpus 256 --pairs-per-second 90000
     """
-    from vlp.config import ConfigError
-
-    try:
-        return run_plan(config, gpus, list(overrides or ()), pairs, pairs_per_second, json)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def run_plan(
-    path: Path,
-    gpus: int,
-    overrides: Sequence[str] = (),
-    pairs: int | None = None,
-    pairs_per_second: float | None = None,
-    json_file: Path | None = None,
-) -> int:
-    """Print the plan of a pretraining; return 0 if the GPUs can train it, else 2."""
     from evaluation.results import align
-    from vlp.config import ConfigError, load_config
-    from vlp.io import write_json
     from vlp.training.config import PretrainConfig
     from vlp.training.engines.deepspeed import deepspeed_config
 
-    config = load_config(path, PretrainConfig, list(overrides))
-    training, sizes = config.training, config.world_sizes()
-    print(f"{path} on {gpus:,} GPU{'s' * (gpus > 1)}\n")
+    settings = load_config(config, PretrainConfig, overrides or ())
+    training, sizes = settings.training, settings.world_sizes()
+    print(f"{config} on {gpus:,} GPU{'s' * (gpus > 1)}\n")
     print(f"ranks that can train it: {_format_sizes(sizes)}")
     figures: dict[str, Any] = {"gpus": gpus, "world_sizes": sizes, "can_start": True}
     try:
-        config.require_world_size(gpus)
+        settings.require_world_size(gpus)
     except ConfigError as error:
         print(f"{gpus:,} GPUs cannot train it: {error}")
-        if json_file is not None:
-            write_json(json_file, figures | {"can_start": False, "problem": str(error)})
+        if json is not None:
+            write_json(json, figures | {"can_start": False, "problem": str(error)})
         return 2
-    task = meta_task(config)
+    task = meta_task(settings)
     counts = {
         "model and heads": _numel(task.parameters()),
         "trained": _numel(p for p in task.parameters() if p.requires_grad),
         "teacher": sum(_numel(teacher.parameters()) for teacher in task.teachers()),
     }
     stages = {stage: stage_memory(task, stage, gpus, training.precision) for stage in range(4)}
-    steps, rate = _steps(config, pairs), measured_rate(config, gpus)
+    steps, rate = _steps(settings, pairs), measured_rate(settings, gpus)
     source = ""
     if pairs_per_second is None and rate is not None:
         pairs_per_second = rate[1]
@@ -118,7 +98,7 @@ def run_plan(
         seconds = steps * step_pairs / pairs_per_second
     print(f"batch: {training.batch:,} pairs, {training.batch // gpus:,} a GPU")
     print(f"parameters: {', '.join(f'{name} {n:,}' for name, n in counts.items())}\n")
-    head = [["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]]
+    header = ["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]
     configured = 0
     if training.deepspeed is not None:
         configured = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
@@ -129,7 +109,7 @@ def run_plan(
         ]
         for stage, memory in stages.items()
     ]
-    print("\n".join(align(head + rows)))
+    print("\n".join(align([header, *rows])))
     print("Activations, batches, buckets of gradients and gathered weights come on top.\n")
     print(f"steps: {'unknown, give --pairs' if steps is None else f'{steps:,}'}")
     if pairs_per_second is None:
@@ -137,32 +117,32 @@ def run_plan(
     else:
         hours = "unknown without steps" if seconds is None else f"{seconds / 3600:,.1f} h"
         print(f"time: {hours} at {pairs_per_second:,.0f} pairs/s{source}")
-    if json_file is not None:
-        memory = {str(stage): memory._asdict() for stage, memory in stages.items()}
+    if json is not None:
+        memory_bytes = {str(stage): memory._asdict() for stage, memory in stages.items()}
         figures |= {"pairs_of_a_gpu": training.batch // gpus, "parameters": counts}
-        figures |= {"memory_bytes": memory, "steps": steps, "seconds": seconds}
-        write_json(json_file, figures | {"pairs_per_second": pairs_per_second})
+        figures |= {"memory_bytes": memory_bytes, "steps": steps, "seconds": seconds}
+        write_json(json, figures | {"pairs_per_second": pairs_per_second})
     return 0
 
 
 def meta_task(config: PretrainConfig) -> Pretraining:
-    """Build the task of a configuration without memory for its weights and without public ones."""
+    """Build the task of a configuration on the meta device, without public weights."""
     import torch
 
     from vlp.models.config import ModelConfig
     from vlp.tasks.pretraining import Pretraining
 
-    data = config.model.model_dump()
-    data["text"]["weights"] = data["image"]["weights"] = None
-    model = ModelConfig.model_validate(data)
+    values = config.model.model_dump()
+    values["text"]["weights"] = values["image"]["weights"] = None
+    model = ModelConfig.model_validate(values)
     with torch.device("meta"):
         return Pretraining(model, config.objectives, "", config.training.precision)
 
 
 def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision) -> StageMemory:
-    """Compute the bytes of training state of a rank at a ZeRO stage; stage 0 is also DDP."""
-    # Stage 1 shards optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW works
-    # on a flat copy of a rank's weights.
+    """Compute the training state of a rank at a ZeRO stage; stage 0 is also DDP."""
+    # Stage 1 shards optimiser state, 2 also gradients, 3 also weights. From stage 1 on AdamW
+    # updates a flat copy of the rank's shard of weights, unless there is one rank alone.
     size = FLOAT * _numel(task.parameters())
     trained = FLOAT * _numel(p for p in task.parameters() if p.requires_grad)
     shard = trained / ranks
@@ -177,17 +157,16 @@ def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision
 
 
 def _teacher_bytes(teacher: nn.Module, precision: Precision) -> int:
-    """Count float32 weights, and the half-precision copies that autocast keeps."""
+    """Return the bytes of float32 weights and of the half-precision copies for autocast."""
     from vlp.tasks.task import AUTOCAST
     from vlp.tasks.teacher import half_weights
 
-    rounded = half_weights(teacher).values() if precision in AUTOCAST else ()
-    return FLOAT * _numel(teacher.parameters()) + FLOAT // 2 * _numel(rounded)
+    half_copies = half_weights(teacher).values() if precision in AUTOCAST else ()
+    return FLOAT * _numel(teacher.parameters()) + FLOAT // 2 * _numel(half_copies)
 
 
 def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
-    """Find pairs a step and pairs/s of a measured run of the same model and objectives."""
-    from vlp.config import load_config
+    """Return (pairs of a step, pairs/s) of the closest run in `MEASURED`, None for other work."""
     from vlp.training.config import PretrainConfig
 
     path = Path(str(resources.files("configs"))) / "pretrain" / "base.yaml"
@@ -201,7 +180,7 @@ def measured_rate(config: PretrainConfig, gpus: int) -> tuple[int, int] | None:
 
 
 def _workload(config: PretrainConfig) -> dict[str, Any]:
-    """Return the settings that determine the work of a pair."""
+    """Return the settings that determine the computation per pair."""
     model = config.model.model_dump()
     for tower in ("text", "image"):
         del model[tower]["weights"]
@@ -216,14 +195,14 @@ def _numel(tensors: Iterable[Any]) -> int:
 
 def _format_sizes(sizes: Sequence[int]) -> str:
     texts = [f"{size:,}" for size in sizes]
-    if len(texts) > SHOWN:
-        half = SHOWN // 2
+    if len(texts) > MAX_SIZES:
+        half = MAX_SIZES // 2
         return f"{' '.join([*texts[:half], '...', *texts[-half:]])} ({len(sizes)} numbers)"
     return " ".join(texts) or "none"
 
 
 def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
-    """Return the optimiser steps of the run; None for an unknown number of pairs."""
+    """Return the optimiser steps of the run; None if the number of pairs is unknown."""
     training = config.training
     if training.steps is not None:
         return training.steps
@@ -235,9 +214,7 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
 
 def _count_pairs(config: PretrainConfig) -> int | None:
     """Count the pairs of an epoch of local shards; None if a source is not local."""
-    from vlp.config import ConfigError
     from vlp.data.shards.shard_reader import ShardIndex
-    from vlp.io import as_url
 
     total = 0.0
     for source in config.data.sources:

@@ -10,6 +10,7 @@ import signal
 import sys
 
 from launch import pretrain
+from launch.cli.main import run_script
 
 how, rank, number, *arguments = sys.argv[1:]
 build = pretrain.build
@@ -52,4 +53,4 @@ def failing(config):
 
 
 pretrain.build = failing
-sys.exit(pretrain.main(arguments))
+sys.exit(run_script("train", arguments))

@@ -15,13 +15,12 @@ from evaluation.probes.word_pointing import KindFigures, PointingResult
 from evaluation.results import Figure
 from evaluation.retrieval.retrieval import RetrievalResult
 from launch import demo
-from launch.cli.main import main, train
+from launch.cli.main import main, run_script, train
 from vlp.lock import FolderLock
 from vlp.training.run_folder import RunFolder, record_start
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_SECONDS = 5.0
-"""Many times what help takes on an idle machine, about 0.3 s."""
+MOST_SECONDS = 5.0  # many times what help takes on an idle machine, about 0.3 s
 
 
 def without_torch(*arguments):
@@ -67,8 +66,6 @@ def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     assert f"written by process {os.getpid()}" in said
     assert "20 of 60" in said
     assert "vlp train --config own.yaml" in said
-    assert main(["info", str(tmp_path / "nothing")]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_the_demo_keeps_a_finished_run(tmp_path, monkeypatch, capsys):
@@ -118,7 +115,8 @@ def test_a_script_of_a_launcher_runs_the_same_training_as_one_rank(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(module, f"run_{runs[script]}", lambda *found: called.append(found) or 75)
-    assert module.main(["--local_rank=3", *arguments, "c=2"]) == 75
+    command = "finetune" if script == "finetune" else "train"
+    assert run_script(command, ["--local_rank=3", *arguments, "c=2"]) == 75
     if expected is None:
         expected = (Path(arguments[1]), ["c=2"], True)
     assert called == [expected]
@@ -158,6 +156,17 @@ def test_ranks_that_cannot_share_a_batch_are_refused_before_any_starts(monkeypat
     config = str(ROOT / "configs/pretrain/small.yaml")
     assert main(["train", "--config", config, "--ranks", "3"]) == 2
     assert "cannot be shared equally by 3 ranks" in capsys.readouterr().err
+
+
+def test_finetune_names_tasks_of_plugins_and_their_errors(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("launch.cli.main.task_kinds", lambda: ("vqa", "counting"))
+    with pytest.raises(SystemExit):
+        main(["finetune", "--help"])
+    assert "one of vqa, counting" in capsys.readouterr().out
+    (tmp_path / "broken.py").write_text("1 +")
+    (tmp_path / "run.yaml").write_text(f"plugins: [{tmp_path}/broken.py]")
+    assert main(["finetune", "counted", "--config", str(tmp_path / "run.yaml")]) == 2
+    assert "broken.py: SyntaxError" in capsys.readouterr().err
 
 
 def test_shells_complete_commands(monkeypatch, capsys):

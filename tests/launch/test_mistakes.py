@@ -18,16 +18,12 @@ TRAIN = "train --config own.yaml output=new "
 FINETUNE = "finetune retrieval --config tuned.yaml output=new "
 RECALL = "evaluate retrieval --model model --shards scenes/train "
 MISTAKES = [
-    ("train --config nowhere.yaml", "nowhere.yaml"),
     ("train --config broken.yaml", "broken.yaml"),
     ("train --confg own.yaml", "--config"),
-    ("train", "--config"),
     ("trian --config own.yaml", "train"),
     ("train --config tuned.yaml", "vlp finetune retrieval --config tuned.yaml"),
     ("app --model model --port 99999", "65535"),
-    (TRAIN + "training.step=3", "training.steps"),
     (TRAIN + "lr=1e-4", "training.optimiser.learning_rate"),
-    (TRAIN + "training.batch=7", "data.canonical_streams"),
     (TRAIN + "training.precision=fp32", "float32"),
     (TRAIN + "training.epochs=null training.steps=null", "epochs"),
     (TRAIN + "'training.batch 7'", "key.sub=value"),
@@ -43,7 +39,6 @@ MISTAKES = [
     (TRAIN + "data.sources=tars", "index.npz"),
     (TRAIN + "data.vocabulary=./nowhere", "tokenizer.json"),
     (TRAIN + "data.features=nowhere objectives.mim=null", "vlp data features"),
-    (TRAIN + "data.features=nowhere", "objectives.mim=null"),
     (TRAIN + "init_from=run", "run/model"),
     ("train --config own.yaml output=note.txt", "note.txt"),
     ("train --config own.yaml output=run", "--resume"),
@@ -58,7 +53,6 @@ MISTAKES = [
     (TRAIN + "training.trackers=[mlflow]", "training.trackers"),
     (TRAIN + "--ranks 0", "0"),
     ("retrieval", "evaluate retrieval"),
-    ("evaluate retrieval --modle model", "--model"),
     ("finetune vqaa --config tuned.yaml", "vqa"),
     ("finetune vqa --config tuned.yaml --from model", "is not what this command trains (vqa)"),
     ("finetune retrieval --config tuned.yaml", "init_from"),
@@ -68,7 +62,6 @@ MISTAKES = [
     ("evaluate retrieval --model damaged --shards scenes/train", "damaged/"),
     ("evaluate retrieval --model model --shards scenes", "train"),
     (RECALL + "--rerank -1", "-1"),
-    (RECALL + "--limit 0", "0"),
     (RECALL + "--device cuda:9", "cuda:9"),
     (RECALL + "--features nowhere", "vlp data features"),
     ("evaluate vqa --model model --shards scenes/train", "pretrained"),
@@ -76,20 +69,16 @@ MISTAKES = [
     ("anchors --model model --out a.png --image nowhere.jpg --text dog", "nowhere.jpg"),
     ("anchors --model model --out a.png --image note.txt --text dog", "note.txt"),
     ("export --model nowhere --out x", "there is no model folder nowhere"),
-    ("export --model model --out x --format tflite", "tflite"),
     ("info nowhere", "nowhere: there is no such folder"),
-    ("report nowhere --markdown r.md", "nowhere: there is no such folder"),
     ("app --model nowhere", "nowhere|Gradio"),
     ("reproduce nowhere", "nowhere"),
     ("data indx scenes/train", "index"),
     ("data index nowhere", "nowhere"),
     ("data import nowhere --out s", "nowhere: there is no such file or folder"),
-    ("data import empty --out s", "NAME.txt"),
     ("data import pictures --out s", "NAME.txt"),
     ("data vocabulary --shards scenes/train --size 5 --out v", "5"),
     ("data flickr8k --annotations cut.json --images pictures --out s", "cut.json"),
     ("data reshard scenes/train --out scenes/train --samples-per-shard 5", "--out"),
-    ("data scenes --out s --train -1", "--train"),
     ("data scenes --out note.txt --train 3", "note.txt"),
 ]
 
@@ -112,7 +101,7 @@ def place(lab, tmp_path_factory):
     (folder / "run" / "report.json").write_text("{}")
     weights = folder / "damaged" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    for name in ("empty", "tars", "pictures"):
+    for name in ("tars", "pictures"):
         (folder / name).mkdir()
     shutil.copy(next((folder / "scenes" / "train").glob("*.tar")), folder / "tars")
     for number in range(6):

@@ -50,7 +50,7 @@ def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(engi
     how = ("other", "1", "training.step=3")
     said, refused = lab.ended("nodes", *more, codes=(1, 2), how=how)
     assert "did you mean 'training.steps'" in refused
-    assert "rank 0 waited for another one longer than training.timeout" in said
+    assert "rank 0 waited for another rank longer than training.timeout" in said
 
 
 class Killed(Dataset[int]):

@@ -19,7 +19,7 @@ from vlp.positions import (
     drop_absolute,
     list_positions,
 )
-from vlp.training.optimiser import undecayed
+from vlp.training.optimiser import exempt_from_decay
 
 WIDTH = 16
 COMMON = {"embed_dim": WIDTH, "mlp_ratio": 1, "num_classes": 5}
@@ -277,7 +277,7 @@ def test_timm_and_our_optimiser_decay_the_same(name):
     decayed = {
         id(weight) for group in groups if group["weight_decay"] for weight in group["params"]
     }
-    without = undecayed(model)
+    without = exempt_from_decay(model)
     for key, weight in model.named_parameters():
         assert (id(weight) in decayed) == (key not in without), key
 

@@ -88,7 +88,7 @@ def test_a_step_launches_no_more_kernels_and_only_a_logged_one_waits_once(steps,
     assert step["synchronisations"] == {}
     assert sum(step["logged"].values()) == 1
     (line,) = step["logged"]
-    assert "on_cpu" in line
+    assert "copy_to_cpu" in line
     assert 0 < step["launches"] <= SIZES[case]
     assert step["copies"].keys() == {"beside"}  # a batch is copied beside the kernels
 

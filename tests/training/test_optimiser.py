@@ -20,11 +20,11 @@ from vlp.tasks.pretraining import Pretraining
 from vlp.training.optimiser import (
     OptimiserConfig,
     build_adamw,
+    exempt_from_decay,
     learning_rate,
     lr_multiplier,
     parameter_groups,
     set_learning_rate,
-    undecayed,
 )
 
 
@@ -36,7 +36,7 @@ def task():
 
 def test_the_two_groups_of_the_real_task_by_name(task):
     named = dict(task.named_parameters())
-    plain = undecayed(task)
+    plain = exempt_from_decay(task)
     matrices = {name for name in plain if named[name].ndim > 1}
     # Of everything with two or more dimensions, only tables of positions and lone tokens.
     assert {name.removeprefix("model.") for name in matrices} == {
@@ -76,7 +76,7 @@ def test_encodings_declare_their_tables_and_vectors(name, options):
     assert position.no_weight_decay() == expected
     inside = nn.ModuleDict({"layer": nn.ModuleList([position])})
     vectors = {name for name, one in inside.named_parameters() if one.ndim < 2}
-    assert undecayed(inside) == vectors | {f"layer.0.{name}" for name in expected}
+    assert exempt_from_decay(inside) == vectors | {f"layer.0.{name}" for name in expected}
 
 
 def test_frozen_parameters_and_empty_groups_are_left_out():
@@ -103,7 +103,7 @@ def test_scales_multiply_the_learning_rate_of_every_step(task):
     rates = {id(p): group["lr"] for group in adamw.param_groups for p in group["params"]}
     decays = {id(p): group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
     assert len(rates) == len(named)
-    without = undecayed(task)
+    without = exempt_from_decay(task)
     for name, parameter in named.items():
         if name.startswith("model.text_encoder.projection."):
             expected = 0.5e-3

@@ -19,7 +19,7 @@ def two_starts(folder, name):
         with RunLog(folder, step, 3, open_trackers([name], folder, step)) as log:
             for number in more:
                 log.write({"step": number, "loss/total": 1.0 / number, "epoch": None})
-            log.validated(number, {"text_to_image R@1": number / 10})
+            log.write_validation(number, {"text_to_image R@1": number / 10})
 
 
 @pytest.mark.nightly
@@ -148,9 +148,9 @@ def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path)
     with RunLog(folder, 0, 8) as log:
         for step in (2, 4):
             log.write({"step": step, "samples": 8 * step})
-            log.validated(step, {"accuracy": 0.5})
+            log.write_validation(step, {"accuracy": 0.5})
     with RunLog(folder, 4, 8, last_validation=2) as log:
-        log.validated(4, {"accuracy": 0.5})
+        log.write_validation(4, {"accuracy": 0.5})
     lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
     assert [line["step"] for line in lines if "samples" in line] == [2, 4]
     assert [line["step"] for line in lines if "samples" not in line] == [2, 4]

@@ -1,12 +1,12 @@
 import time
 
-from vlp.training.watchdog import HangDetector, Sign, Watchdog
+from vlp.training.watchdog import HangDetector, Heartbeat, Watchdog
 
-FIRST = Sign(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
+FIRST = Heartbeat(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
 
 
 def after(sign, seconds, number=2):
-    return sign._replace(number=number, seconds=sign.seconds + seconds, stands=seconds > 10)
+    return sign._replace(number=number, seconds=sign.seconds + seconds, hangs=seconds > 10)
 
 
 def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
@@ -36,7 +36,7 @@ def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
         assert detector.update(signs, 0.0) == ([], False)
         [said], hangs = detector.update([after(sign, 11) for sign in signs], 11.0)
         assert hangs
-        assert said.startswith("step 7 stands for 12 s: ")
+        assert said.startswith("step 7 hangs for 12 s: ")
         assert told in said
         assert detector.update([after(sign, 12, 3) for sign in signs], 12.0) == ([], False)
 
@@ -51,18 +51,18 @@ def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang():
 
 
 def test_phases_are_moves_with_their_longest_time(tmp_path):
-    watchdog = Watchdog(None, print, tmp_path)
+    watchdog = Watchdog(30.0, print, tmp_path)
     for phase in ("data", "forward", "data"):
         watchdog.enter(phase)
-    [sign] = watchdog._exchange(None, 4, 30.0)
+    [sign] = watchdog._exchange(None, 4)
     assert (sign.number, sign.step, sign.moves, sign.phase, sign.waits) == (4, 0, 3, "data", False)
     watchdog._entered -= 50
-    assert watchdog._exchange(None, 5, 30.0)[0].stands
+    assert watchdog._exchange(None, 5)[0].hangs
     watchdog._longest["data"] = 20.0  # it always takes long
-    assert not watchdog._exchange(None, 6, 30.0)[0].stands
+    assert not watchdog._exchange(None, 6)[0].hangs
     watchdog._phase = "save"
     watchdog._entered -= 500
-    assert not watchdog._exchange(None, 7, 30.0)[0].stands
+    assert not watchdog._exchange(None, 7)[0].hangs
 
 
 def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path):
@@ -74,6 +74,6 @@ def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path):
         while len(said) < 2:
             assert time.monotonic() < end
             time.sleep(0.05)
-    assert said[0].startswith("step 7 stands for 1 s: rank 0 (")
+    assert said[0].startswith("step 7 hangs for 1 s: rank 0 (")
     stacks = (tmp_path / "hang" / "step_6" / "rank_0.txt").read_text()
     assert "test_a_hang_of_one_rank" in stacks

@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Mapping
 from torch import Tensor
 
 from vlp.config import ConfigError
-from vlp.training.engines.compile import uncompiled
+from vlp.training.engines.compile import force_eager
 from vlp.training.progress import Progress
 
-# Gives full float32 parameters by name; collective.
+# Returns full float32 parameters by name; collective.
 Parameters = Callable[[], dict[str, Tensor]]
 
-# Computes validation metrics, equal on all ranks; collective. Lower `loss/...` is better.
+# Returns validation metrics, equal on all ranks; collective. Lower `loss/...` is better.
 Validate = Callable[[Parameters], Mapping[str, float]]
 
 
@@ -25,7 +25,7 @@ class BestCheckpoint:
         metric: the metric that decides.
         every: steps between validations; the last step is always validated.
         patience: validations without a better result before the run ends; None never ends it.
-        data: identity of the validation data; results of other data do not compare.
+        data: identity of the validation data; a resumed run forgets the best result on other data.
     """
 
     def __init__(
@@ -50,13 +50,15 @@ class BestCheckpoint:
     ) -> tuple[Mapping[str, float], bool]:
         """Validate the model and record the result in `progress`.
 
-        Returns all metrics, and whether it is the best so far. `parameters` gathers sharded ones.
+        Return all metrics, and whether the model is the best so far. `parameters` returns full
+        parameters where ranks hold shards.
         """
-        with uncompiled():
-            figures = self._validate(parameters)
-        self.require(figures)
-        value = figures[self._metric]
-        if progress.best is not None and progress.metric != self._metric:  # since a resume
+        with force_eager():
+            metrics = self._validate(parameters)
+        self.require(metrics)
+        value = metrics[self._metric]
+        # A resumed run may have another metric or other data.
+        if progress.best is not None and progress.metric != self._metric:
             progress.best, progress.looks_since = progress.best_figures.get(self._metric), 0
         if progress.best is not None and progress.validation != self._data:
             progress.best, progress.looks_since = None, 0
@@ -67,21 +69,21 @@ class BestCheckpoint:
         )
         if better:
             progress.best, progress.best_step = value, progress.step
-            progress.best_figures, progress.looks_since = dict(figures), 0
+            progress.best_figures, progress.looks_since = dict(metrics), 0
         else:
             progress.looks_since += 1
-        return figures, better
+        return metrics, better
 
-    def require(self, figures: Collection[str]) -> None:
-        """Check that the deciding metric is among some names."""
-        if self._metric not in figures:
+    def require(self, metrics: Collection[str]) -> None:
+        """Require that the deciding metric is among `metrics`."""
+        if self._metric not in metrics:
             raise ConfigError(
-                f"training.metric: there is no figure {self._metric!r}; there are "
-                f"{', '.join(figures)}"
+                f"training.metric: there is no metric {self._metric!r}; choose one of "
+                f"{', '.join(metrics)}"
             )
 
     def exhausted(self, progress: Progress) -> bool:
-        """Return whether patience is at its end."""
+        """Return whether `patience` validations in a row were not better."""
         if self._patience is None or progress.validation != self._data:
             return False
         return progress.looks_since >= self._patience

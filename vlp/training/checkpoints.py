@@ -1,4 +1,4 @@
-"""Checkpoints: written atomically, verified when read, and tied to configuration and data.
+"""Checkpoints: written atomically, verified when read, refused for other settings or data.
 
 `step_N/` holds rank-independent weights and optimiser state, the task's extra state (teacher,
 queue), `state.json`, and `SHA256SUMS` for `sha256sum -c`.
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,7 +41,7 @@ from vlp.tasks.task import Task
 from vlp.training.config import RunConfig
 from vlp.training.engines.engine import Engine
 from vlp.training.progress import Progress
-from vlp.training.run_folder import compare, this_host, versions
+from vlp.training.run_folder import compare, versions
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ Value = TypeVar("Value")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; the message is meant for the person."""
+    """A checkpoint that cannot be written or used; the message is meant for the user."""
 
 
 class Checkpoints:
@@ -64,8 +65,8 @@ class Checkpoints:
     fingerprint: hashes of the data's parts by name.
     """
 
-    # Only rank 0 reads and writes the folder. Wrong content marks a checkpoint as damaged; an error
-    # of the disk does not, as the file may be whole.
+    # Only rank 0 reads and writes the folder. Wrong content marks a checkpoint as damaged, and an
+    # OSError does not, as the file may be readable later.
 
     def __init__(
         self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
@@ -84,7 +85,7 @@ class Checkpoints:
         """Write `step_N/` after the previous write ends, then prune to `training.keep_last`."""
         self.wait()
         name = f"step_{progress.step}"
-        # Training waits for this copy of the state alone; a thread writes it.
+        # Training waits for copies of the state; a thread writes them.
         state = {
             "version": VERSION,
             "progress": asdict(progress),
@@ -100,7 +101,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the last write; CheckpointError on every rank if it fails."""
+        """Wait until the last checkpoint is written; CheckpointError on every rank on failure."""
         if self._writing is None:
             return
         name, self._writing = self._writing, None
@@ -113,11 +114,11 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(
                 f"cannot write the checkpoint {self._folder / name}: {failure}\n"
-                f"Earlier checkpoints are untouched; make room and start again with --resume."
+                "Earlier checkpoints are intact: free disk space and start again with --resume."
             )
 
     def close(self) -> None:
-        """Let this rank's thread write what it is writing; a failure is a warning."""
+        """Wait until this rank's thread has ended; log a failure as a warning."""
         self._thread.shutdown()
         if self._work and (error := self._work.exception()) is not None:
             logger.warning("cannot write the checkpoint %s/%s: %s", self, self._writing, error)
@@ -125,8 +126,8 @@ class Checkpoints:
     def _write(
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Write a checkpoint and remove older ones; in the thread, on rank 0."""
-        # A kill at any moment leaves a folder without its final name, or the whole checkpoint.
+        """Write a checkpoint and remove older ones; runs in rank 0's thread."""
+        # After a kill there is a folder with a temporary name, or the whole checkpoint.
         partial = self._folder / f"{name}{PARTIAL}"
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -138,13 +139,13 @@ class Checkpoints:
             lines = (f"{digest}  {file}\n" for file, digest in sorted(sums.items()))
             _write_text(partial / SUMS, "".join(lines))
             sync_path(partial)
-            # The same step, after a fall-back or a validation, replaces the older folder.
+            # A checkpoint of the same step may exist, from before a resume or a validation.
             replace_folder(partial, self._folder / name)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         for old_name in checkpoint_names(self._folder)[self._config.training.keep_last :]:
-            # Renamed first, so that a half-removed folder is no checkpoint.
+            # Rename first, as a kill may leave a half-removed folder.
             leftover = self._folder / f"{old_name}{PARTIAL}"
             with suppress(OSError):
                 (self._folder / old_name).rename(leftover)
@@ -168,7 +169,7 @@ class Checkpoints:
         return None
 
     def _clean_up(self) -> tuple[list[str], list[str]]:
-        """Undo what a kill left; return names of complete checkpoints and of damaged ones."""
+        """Undo interrupted writes; return names of complete checkpoints and of damaged ones."""
         for replaced in self._folder.glob(".step_*.replaced"):
             restore_folder(self._folder / replaced.name[1:].removesuffix(".replaced"))
         for leftover in self._folder.glob(f"step_*{PARTIAL}"):
@@ -176,28 +177,28 @@ class Checkpoints:
         return checkpoint_names(self._folder), checkpoint_names(self._folder, CORRUPT)
 
     def _require_newest(self, names: Sequence[str]) -> None:
-        """Require that no other rank sees a newer checkpoint: rank 0 may have changed nodes."""
+        """Require that no other rank has a newer checkpoint: rank 0 may be on another node now."""
         newest = max(map(step_of, names), default=-1)
         local_names: list[str] = []
-        # What a rank cannot read is of no use to it.
         with suppress(OSError):
             local_names = checkpoint_names(self._folder)
         newer = next((name for name in local_names if step_of(name) > newest), None)
-        location = f"rank {distributed.rank()} ({this_host()}) has {self._folder / (newer or '')}"
-        for elsewhere in filter(None, distributed.gather_to_all(newer and location)):
+        rank, host = distributed.rank(), socket.gethostname()
+        message = newer and f"rank {rank} ({host}) has {self._folder / newer}"
+        for other in filter(None, distributed.gather_to_all(message)):
             raise CheckpointError(
-                f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {elsewhere}: start "
+                f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {other}: start "
                 "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
                 "it is of an older run"
             )
 
     def _is_whole(self, name: str) -> bool:
-        """Return whether all files have their checksums; set the checkpoint aside if not."""
+        """Return whether all files have their checksums; rename a damaged checkpoint."""
         folder, corrupt = self._folder / name, self._folder / f"{name}{CORRUPT}"
         with self._readable(name):
             problem = verify(folder)
         if problem is not None:
-            message = "%s is damaged (%s); set aside as %s, trying an older one"
+            message = "%s is damaged (%s); renamed to %s, trying an older one"
             logger.warning(message, folder, problem, corrupt.name)
             shutil.rmtree(corrupt, ignore_errors=True)
             folder.rename(corrupt)
@@ -220,12 +221,11 @@ class Checkpoints:
         return progress
 
     def _read_state(self, name: str) -> Progress:
-        """Return the progress of a checkpoint with this run's configuration and data."""
+        """Return the progress in a checkpoint; CheckpointError for other settings or data."""
         path = self._folder / name
         try:
             with self._readable(name):
                 state: dict[str, Any] = parse_json((path / STATE).read_bytes())
-            # Another version may have other keys.
             if state["version"] != VERSION:
                 raise CheckpointError(
                     f"{path} has format version {state['version']!r}; this code reads {VERSION}"
@@ -237,8 +237,8 @@ class Checkpoints:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise CheckpointError(
-                f"{path}/{STATE}: not the state of a run ({reason}); move {name} away, and "
-                "the checkpoint before it is used"
+                f"{path}/{STATE}: not the state of a run ({reason}); move {name} away to use "
+                "the checkpoint before it"
             ) from error
         if differences.fatal:
             listed = "\n".join(f"  {line}" for line in differences.fatal)
@@ -251,20 +251,19 @@ class Checkpoints:
         if changed:
             raise CheckpointError(
                 f"{path} was trained on other data: {', '.join(changed)} changed since; restore "
-                "what changed, or start a run in another `output` from a model of this one"
+                "the data, or start a run in another `output` from a model of this run"
             )
         return progress
 
     @contextmanager
     def _readable(self, name: str) -> Iterator[None]:
-        """Turn a fault of the disk into a CheckpointError."""
+        """Turn an OSError of this context into a CheckpointError."""
         try:
             yield
         except OSError as error:
             raise CheckpointError(
-                f"{self._folder / name} cannot be read now ({error}) and is left as it is; start "
-                "again with --resume when the disk answers, or move it away, and the one before "
-                "it is used"
+                f"{self._folder / name} cannot be read now ({error}): start again with --resume "
+                "when the disk answers, or move it away to use the checkpoint before it"
             ) from error
 
     def _on_rank_0(self, work: Callable[[], Value]) -> Value:
@@ -283,7 +282,7 @@ class Checkpoints:
 
 def checkpoint_names(folder: Path, suffix: str = "") -> list[str]:
     """List checkpoint folders `step_N` + `suffix`, newest first."""
-    # `glob` would pass over a folder that it may not read.
+    # `glob` would ignore a folder without permission to read it.
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.name.startswith("step_")]
@@ -305,8 +304,10 @@ def step_of(name: str) -> int:
 
 
 def verify(folder: Path) -> str | None:
-    """Return an error message for a damaged checkpoint, None if all checksums match."""
-    # An OSError passes: the file is unreadable now, and may be whole.
+    """Return the error of a damaged checkpoint, None if all checksums match.
+
+    OSError if a file cannot be read now.
+    """
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
         sums = {file: digest for digest, file in (line.split("  ", 1) for line in lines)}
@@ -316,12 +317,12 @@ def verify(folder: Path) -> str | None:
         return f"{SUMS} is incomplete"
     for file, expected in sums.items():
         try:
-            # A pipe would be waited for.
+            # Not a regular file: reading a pipe would block.
             if Path(file).name != file or not stat.S_ISREG((folder / file).stat().st_mode):
                 raise FileNotFoundError
             actual = sha256_of(folder / file)
         except FileNotFoundError:
-            return f"{SUMS} names {file!r}, which is no file of it"
+            return f"{SUMS} names {file!r}, which is not there"
         if actual != expected:
             return f"{file} does not have its checksum"
     return None

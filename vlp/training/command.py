@@ -1,7 +1,7 @@
 """A training command: from a configuration file to an exit code, on every rank.
 
 Exit codes: 0 finished; 75 (`REQUEUE`) stopped by a signal, its launcher's end or a silent store,
-resumable with --resume; 2 unusable configuration or run folder; 1 everything else.
+resumable with --resume; 2 unusable configuration or run folder; 1 any other error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any, TypeVar
 from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import set_limits
-from vlp.data.shards.sample_files import PausedDataError
+from vlp.data.shards.sample_files import DataError, PausedDataError
 from vlp.io import redact
 from vlp.lock import FolderLock
 from vlp.models.towers import require_whole_batches
 from vlp.training.best_checkpoint import BestCheckpoint
+from vlp.training.checkpoints import CheckpointError
 from vlp.training.config import RunConfig, TrainingConfig
-from vlp.training.engines.compile import checkpoint_activations
+from vlp.training.engines.compile import checkpoint_activations, compile_task
 from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import (
     advise,
@@ -37,10 +38,11 @@ from vlp.training.engines.environment import (
     start_deepspeed,
 )
 from vlp.training.log import require_access
-from vlp.training.run_folder import require_same_on_all_ranks
+from vlp.training.loop import NonFiniteError, train
+from vlp.training.run_folder import RunFolder, require_same_on_all_ranks
 from vlp.training.stop_requests import REQUEUE, StopSignals, leave
 
-# What PyTorch says of memory that loader processes lack, and what helps.
+# Part of PyTorch's message when loader processes lack memory -> remedy.
 _SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
 _LOADER = {
     "allocate shared memory": _SHARED,
@@ -48,43 +50,43 @@ _LOADER = {
     "killed by signal: Killed": "where memory ran out, lower the workers of the data or the batch",
 }
 
-# Sockets, pipes of loader processes and tensors on their way take most of them.
-_FEWEST_FILES = 256
+# Most open files are sockets, pipes of loader processes and tensors that they send.
+_MIN_OPEN_FILES = 256
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
 Build = Callable[[AnyRun], tuple[Any, Any]]
-Select = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
+BuildValidation = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
 
 
 def run_training(
     path: str | Path,
-    kind: type[AnyRun],
+    schema: type[AnyRun],
     overrides: Sequence[str],
     resume: bool,
     build: Build[AnyRun],
-    select: Select[AnyRun] | None = None,
+    build_validation: BuildValidation[AnyRun] | None = None,
 ) -> int:
-    """Run one rank of a training; returns its exit code.
+    """Run one rank of a training; return its exit code.
 
     Args:
         overrides: `key.sub=value` of the command line.
-        resume: continue from the newest good checkpoint in `output`, or start without one. A run's
-            own config.yaml sets `output` to its folder.
-        build: creates the task (an `nn.Module`) and its data; ConfigError if they do not fit.
-        select: creates the validation for the best checkpoint from configuration, task and data.
+        resume: continue from the newest good checkpoint in `output`, or start without one. If
+            `path` is the config.yaml of a run, `output` is its folder.
+        build: returns the task (an `nn.Module`) and its data; ConfigError if they do not fit.
+        build_validation: returns the validation, from configuration, task and data.
     """
     prepare_environment()
     try:
         config = load_config(
-            path, kind, [*overrides, *(_output_override(path, overrides) if resume else ())]
+            path, schema, [*overrides, *(_output_override(path, overrides) if resume else ())]
         )
     except ConfigError as error:
         return _refuse(str(error))
     if "MASTER_ADDR" not in os.environ:
-        return _refuse("MASTER_ADDR is not set; on several nodes it is the name of the first one")
-    if (files := allow_open_files()) < _FEWEST_FILES:
+        return _refuse("MASTER_ADDR is not set: set it to the name of the first node")
+    if (files := allow_open_files()) < _MIN_OPEN_FILES:
         return _refuse(
-            f"only {files} open files are allowed (ulimit -n); {_FEWEST_FILES} are needed"
+            f"only {files} open files are allowed; raise `ulimit -n` to {_MIN_OPEN_FILES} or more"
         )
     set_limits(config.limits)
     try:
@@ -92,27 +94,24 @@ def run_training(
             timeout = timedelta(seconds=config.training.timeout)
             join = None if config.training.deepspeed is None else start_deepspeed
             distributed.start(timeout, join)
-            code = _run(config, resume, build, select, signals)
+            code = _run(config, resume, build, build_validation, signals)
             if code == REQUEUE:
-                # Launchers repeat SIGTERM, which would kill once the handlers are gone.
+                # Launchers repeat SIGTERM, which kills the process when the handlers are removed.
                 leave(code)
             distributed.end()
         return code
     except BaseException as error:
-        # Whoever read the messages may be gone.
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError):  # a pipe's reader may have ended
             _explain(error)
-        # The other ranks wait in a collective call that never comes. Leaving at once, without
-        # waiting for them in turn, lets the launcher see the failure and end them.
+        # The other ranks wait for this one in a collective call. Exit without waiting for them, so
+        # that the launcher sees the failure and ends them.
         if isinstance(error, PausedDataError):
             leave(REQUEUE)
         leave(2 if isinstance(error, ConfigError) else 1)
 
 
 def _output_override(path: str | Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override of `output` for a run's own config.yaml in a moved or copied folder."""
-    from vlp.training.run_folder import RunFolder
-
+    """Return the override of `output` for the config.yaml of a run, which may have been moved."""
     folder = RunFolder(Path(path).parent, resume=True)
     is_run_config = Path(path).name == folder.config.name and folder.record.is_file()
     if not is_run_config or any(override.startswith("output=") for override in overrides):
@@ -124,13 +123,10 @@ def _run(
     config: AnyRun,
     resume: bool,
     build: Build[AnyRun],
-    select: Select[AnyRun] | None,
+    build_validation: BuildValidation[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
-    from vlp.training.engines.compile import compile_task
-    from vlp.training.loop import train
-    from vlp.training.run_folder import RunFolder
-
+    """Build everything and train; return the exit code. The process group runs already."""
     best: BestCheckpoint | None = None
     with ExitStack() as stack:
         try:
@@ -139,7 +135,7 @@ def _run(
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
                     stack.enter_context(FolderLock(Path(config.output)))
-                # Other ranks may come when rank 0 has already written to the folder.
+                # Rank 0 may already have written to the folder.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 if resume and distributed.rank() == 0:
                     folder.require_run()
@@ -149,8 +145,8 @@ def _run(
                     task, distributed.world_size(), _recompute_key(config.training)
                 )
             require_same_on_all_ranks(config, data.fingerprint)
-            if select is not None:
-                best = select(config, task, data)
+            if build_validation is not None:
+                best = build_validation(config, task, data)
             checkpoint_activations(task, config.training.activation_checkpointing)
             compile_task(task, config.training.compile, distributed.default_device())
             engine = make_engine(task, config.training)
@@ -158,7 +154,7 @@ def _run(
             return _refuse(str(error))
         advise("training.precision", config.training.precision)
         report = train(config, task, data, engine, folder, resume, best, signals)
-    # No rank leaves before the report is written, as its launcher then kills the others.
+    # A launcher kills all ranks when the first one ends: wait until the report is written.
     distributed.barrier()
     return REQUEUE if report["ended"] == "stopped" else 0
 
@@ -167,8 +163,8 @@ def _recompute_key(training: TrainingConfig) -> str | None:
     """Return the key that runs a forward pass in chunks or twice, if one does."""
     if getattr(training, "grad_cache", None):
         return "training.grad_cache"
-    many = training.activation_checkpointing != "none"
-    return "training.activation_checkpointing" if many else None
+    recomputes = training.activation_checkpointing != "none"
+    return "training.activation_checkpointing" if recomputes else None
 
 
 def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
@@ -186,7 +182,7 @@ def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], E
 
 def _refuse(message: str) -> int:
     """Print an error once on each node; return the exit code."""
-    # A node may be refused alone. Its launcher ends all ranks with the first, so others wait.
+    # The launcher ends a node's ranks with the first: let the rank that prints exit first.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
@@ -196,10 +192,6 @@ def _refuse(message: str) -> int:
 
 def _explain(error: BaseException) -> None:
     """Print what ended this rank; a traceback only where the message alone would not help."""
-    from vlp.data.shards.sample_files import DataError
-    from vlp.training.checkpoints import CheckpointError
-    from vlp.training.loop import NonFiniteError
-
     rank = os.environ.get("RANK", "0")
     message = str(error.__cause__ or error)
     if isinstance(error, CheckpointError | NonFiniteError | ConfigError):  # raised on all ranks
@@ -208,19 +200,18 @@ def _explain(error: BaseException) -> None:
     elif isinstance(error, DataError):
         print(f"error on rank {rank}: {error}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        print(f"error on rank {rank}: {error}; make room, then --resume", file=sys.stderr)
+        print(f"error on rank {rank}: {error}; free disk space, then --resume", file=sys.stderr)
     elif advice := [advice for part, advice in _LOADER.items() if part in message]:
         reason = message.strip(". \n").splitlines()[-1]
         print(f"error on rank {rank}: {reason}; {advice[0]}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
     elif distributed.is_lost_peer(error):
-        print(f"rank {rank} lost another rank; that one's message says why", file=sys.stderr)
+        print(f"rank {rank} lost another rank; see the other rank's message", file=sys.stderr)
     elif distributed.is_late_peer(error):
         print(
-            f"rank {rank} waited for another one longer than training.timeout: that one hangs or "
-            "never started, or the network between them is cut; --resume goes on from the newest "
-            "checkpoint",
+            f"rank {rank} waited for another rank longer than training.timeout: that rank hangs or "
+            "never started, or the network is cut; --resume continues from the newest checkpoint",
             file=sys.stderr,
         )
     else:

@@ -29,7 +29,7 @@ from vlp.training.optimiser import OptimiserConfig
 
 
 def _blocks(value: Any) -> Any:
-    """Read true and false, which would be 1 and no number, as other trainers mean them."""
+    """Convert booleans, which pydantic would read as numbers, to "blocks" and "none"."""
     return ("blocks" if value else "none") if isinstance(value, bool) else value
 
 
@@ -59,7 +59,7 @@ class TrainingConfig(Config):
     engine: str = Field(
         "deepspeed",
         description="what holds parameters and optimiser state: ddp, a whole copy on every rank; "
-        "ddp-bf16, the same, with gradients in bf16 on their way between ranks; deepspeed, ZeRO 1; "
+        "ddp-bf16, the same, with gradients reduced in bf16; deepspeed, ZeRO 1; "
         "zero0 to zero3, or the path of a JSON file such as those of configs/deepspeed",
     )
     compile: Compile = Field(
@@ -104,7 +104,6 @@ class TrainingConfig(Config):
     timeout: float = Field(
         1800.0,
         gt=0,
-        allow_inf_nan=False,
         description="seconds after which a rank that waits for others in a collective call fails; "
         "longer than data.outages.seconds",
         json_schema_extra={"resume": "free"},
@@ -125,7 +124,7 @@ class TrainingConfig(Config):
         return "zero1" if self.engine == "deepspeed" else self.engine
 
     def require_equal_shares(self, world_size: int) -> None:
-        """Require that all ranks take equally many samples of a batch."""
+        """Require that a batch can be shared equally by `world_size` ranks."""
         if self.batch % world_size:
             raise ConfigError(
                 f"training.batch {self.batch} cannot be shared equally by {world_size} ranks"
@@ -138,6 +137,10 @@ class ValidatedTrainingConfig(TrainingConfig):
     evaluate_every: int | None = Field(
         None, ge=1, description="steps between validations; null: every epoch"
     )
+
+    def steps_in_epoch(self, data: Any) -> int:
+        """Count the optimiser steps of the data's first epoch, at least one."""
+        return max(1, data.batches_in_epoch(0) // self.gradient_accumulation_steps)
 
 
 class PretrainTrainingConfig(ValidatedTrainingConfig):
@@ -163,14 +166,14 @@ class RunConfig(Config):
     )
     limits: Limits = Field(
         default_factory=limits,
-        description="what a sample may cost before it is refused and counted as a bad one; of "
-        "commands without a configuration by the variable `VLP_LIMITS`, as `{pixels: 2e8}`",
+        description="limits beyond which a sample is refused and counted as bad; commands without "
+        "a configuration read the variable `VLP_LIMITS`, as `{pixels: 2e8}`",
         json_schema_extra={"resume": "tolerated"},
     )
     plugins: tuple[str, ...] = Field(
         (),
-        description="Python files or modules that register encodings, objectives or tasks of "
-        "one's own, imported before the other keys are read",
+        description="Python files or modules that register encodings, objectives or tasks; "
+        "imported before the other keys are read",
         json_schema_extra={"resume": "free"},
     )
 
@@ -194,7 +197,7 @@ MASKED_SHARE, MASKED_SQUARE = 0.6, 2
 
 
 class PretrainConfig(RunConfig):
-    """Everything `launch/pretrain.py` needs."""
+    """Configuration of a pretraining."""
 
     output: LocalPath = Field(
         "runs/pretrain", description="folder of this run", json_schema_extra={"resume": "free"}
@@ -222,7 +225,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def inputs(self) -> Inputs:
-        """Return what model and objectives ask of the data."""
+        """Return the sizes and masks of batches that model and objectives need."""
         mlm, mim = self.objectives.mlm, self.objectives.mim
         return Inputs(
             image_size=self.model.image.image_size,
@@ -235,7 +238,7 @@ class PretrainConfig(RunConfig):
         )
 
     def require_world_size(self, ranks: int) -> None:
-        """Require that ranks share batch and streams equally and hold whole sample groups."""
+        """Require equal shares of batch and streams, and whole sample groups, on all ranks."""
         try:
             self._require_world_size(ranks)
         except ConfigError as error:
@@ -249,11 +252,11 @@ class PretrainConfig(RunConfig):
         training = self.training
         training.require_equal_shares(ranks)
         require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
-        if self.data.epoch_samples is None:  # a resampled stream is cut for any number of ranks
+        if self.data.epoch_samples is None:  # a resampled stream suits any number of ranks
             streams_of_rank(self.data.canonical_streams, 0, ranks)
 
     def world_sizes(self) -> list[int]:
-        """Return all numbers of ranks that `require_world_size` lets through, rising."""
+        """Return all numbers of ranks that can train this configuration, in ascending order."""
         sizes, batch = [], self.training.batch
         for ranks in (number for number in range(1, batch + 1) if batch % number == 0):
             with suppress(ConfigError):
@@ -290,7 +293,7 @@ AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | 
 
 
 class VisionConfig(RunConfig):
-    """Configuration of `launch/train_vision.py`; `task.kind` selects the task."""
+    """Configuration of a vision-only training; `task.kind` selects the task."""
 
     output: LocalPath = Field(
         "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
@@ -317,7 +320,7 @@ class FinetuneTrainingConfig(ValidatedTrainingConfig):
 
 
 class FinetuneConfig(RunConfig):
-    """Everything a script `launch/finetune.py` needs."""
+    """Configuration of a fine-tuning; `task.kind` selects the task."""
 
     output: LocalPath = Field(
         "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}

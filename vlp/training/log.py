@@ -26,18 +26,17 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 # Group of runs at Weights & Biases and MLflow; a run has its folder's name there.
 PROJECT = "vlp"
 
-
-_MLFLOW_BATCH = 1000
+_MLFLOW_BATCH = 1000  # metrics of one request, by MLflow's limit
 
 
 class Tracker(Protocol):
-    """A store of numbers by name and step, for one run."""
+    """Interface of a store of one run's metrics."""
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store figures of a step."""
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Store metrics of a step."""
 
     def close(self, failed: bool) -> None:
-        """Write the remaining figures of a finished or failed run."""
+        """Write the remaining metrics of a finished or failed run."""
 
 
 class TensorBoardTracker:
@@ -48,13 +47,13 @@ class TensorBoardTracker:
 
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store figures of a step."""
-        for name, value in figures.items():
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Store metrics of a step."""
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, failed: bool) -> None:
-        """Write the remaining figures."""
+        """Write the remaining metrics."""
         self._writer.close()
 
 
@@ -71,20 +70,20 @@ class WandbTracker:
             resume="allow",
             dir=str(folder.path),
             config=_settings(folder),
-            # `run.json` says these without what a URL hides.
+            # `run.json` has the same facts with redacted URLs.
             settings=wandb.Settings(
                 console="off", x_disable_meta=True, save_code=False, disable_git=True
             ),
         )
-        # Its own step only rises, so that steps repeated after a kill would be dropped.
+        # wandb's own step only rises: it would drop steps that are repeated after a kill.
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store figures of a step."""
-        self._run.log({**figures, "step": step})
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Store metrics of a step."""
+        self._run.log({**metrics, "step": step})
 
     def close(self, failed: bool) -> None:
-        """Upload the remaining figures."""
+        """Upload the remaining metrics."""
         self._run.finish(exit_code=int(failed))
 
 
@@ -104,41 +103,41 @@ class MlflowTracker:
             return str(run.info.run_id)
 
         self._run_id = tracker_id(folder, "mlflow", create)
-        self._forget_later_steps(folder, step, create)
+        self._drop_later_steps(folder, step, create)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat_tags(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
-    def _forget_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
-        """Continue in a new run if this one has figures of steps after `step`."""
-        # MLflow takes no figure back.
+    def _drop_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
+        """Move to a new run if this one has metrics after `step`, which are left out."""
+        # MLflow cannot delete a metric.
         previous = self._run_id
-        figures = [
-            figure
+        metrics = [
+            metric
             for name in self._client.get_run(previous).data.metrics
-            for figure in self._client.get_metric_history(previous, name)
+            for metric in self._client.get_metric_history(previous, name)
         ]
-        earlier = [figure for figure in figures if figure.step <= step]
-        if len(earlier) == len(figures):
+        earlier = [metric for metric in metrics if metric.step <= step]
+        if len(earlier) == len(metrics):
             return
         self._run_id = tracker_id(folder, "mlflow", create, renew=True)
         for start in range(0, len(earlier), _MLFLOW_BATCH):
             self._client.log_batch(self._run_id, metrics=earlier[start : start + _MLFLOW_BATCH])
         self._client.delete_run(previous)
-        # Deleted rows would stay in the file.
+        # A deleted run's rows would stay in the file.
         if self._file is not None:
             with closing(sqlite3.connect(self._file)) as database, database:
                 database.execute("delete from metrics where run_uuid = ?", (previous,))
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Store figures of a step."""
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Store metrics of a step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         self._client.log_batch(
             self._run_id,
             metrics=[
-                Metric(_metric_name(name), value, now, step) for name, value in figures.items()
+                Metric(_metric_name(name), value, now, step) for name, value in metrics.items()
             ],
         )
 
@@ -147,7 +146,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-_KINDS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
+_TRACKERS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -158,13 +157,13 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
     """Require that the packages of trackers are installed."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        # A folder of that name, without an origin, is no package.
+        # A folder of that name is found, too, but has no origin.
         if spec is None or spec.origin is None:
             raise ValueError(f"{name} is not installed: pip install 'vlp[track]'")
 
 
 def require_access(names: Sequence[TrackerName]) -> None:
-    """Check that trackers can be reached, before a run writes anything."""
+    """Require that trackers can be reached, before a run writes anything."""
     for name in names:
         with _config_errors(name):
             if name == "wandb":
@@ -183,7 +182,7 @@ def open_trackers(
     trackers: dict[TrackerName, Tracker] = {}
     for name in names:
         with _config_errors(name):
-            trackers[name] = _KINDS[name](folder, step)
+            trackers[name] = _TRACKERS[name](folder, step)
     return trackers
 
 
@@ -203,7 +202,7 @@ def _mlflow_server() -> str | None:
 def _mlflow(uri: str) -> Any:
     from mlflow import MlflowClient
 
-    # A server that is lost must not stop the training for minutes.
+    # A lost server must not stop the training for minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     return MlflowClient(uri)
@@ -214,19 +213,19 @@ def _name(folder: RunFolder) -> str:
 
 
 def _settings(folder: RunFolder) -> dict[str, Any]:
-    """Return the resolved configuration as it was saved, without secrets."""
+    """Return the values of the run's config.yaml, which has no secrets."""
     return dict(parse_yaml(folder.config.read_text(encoding="utf-8")))
 
 
 def _flat_tags(values: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Return dotted keys and their values, as MLflow takes them."""
+    """Return dotted keys and values as texts that MLflow accepts."""
     if not isinstance(values, Mapping):
         return [(_metric_name(prefix.rstrip(".")), str(values)[:5000])]
     return [pair for key, value in values.items() for pair in _flat_tags(value, f"{prefix}{key}.")]
 
 
 def _metric_name(name: str) -> str:
-    """Replace characters that MLflow refuses in a name, as the @ of R@1."""
+    """Replace characters that MLflow refuses in a name, such as the @ of R@1."""
     return "".join(
         character if character.isalnum() or character in "_-. /:" else "_" for character in name
     )
@@ -236,7 +235,7 @@ _VALIDATION = "validation/"
 
 
 class _StandardError:
-    """Standard error, whose reader (`| tee`) may end before the run."""
+    """Standard error without BrokenPipeError: its reader (`| tee`) may end before the run."""
 
     def write(self, text: str) -> None:
         with suppress(BrokenPipeError):
@@ -274,11 +273,11 @@ class RunLog:
         self.last: dict[str, Any] = {}
         if folder is None:
             return
-        # A kill after the last checkpoint leaves lines of steps and validations that come again.
+        # After a kill the log has lines of steps and validations that will be repeated.
         earlier = _drop_later(folder.log, step, last_validation)
         self.last = next((line for line in reversed(earlier) if "samples" in line), {})
         self._file = open(folder.log, "a", encoding="utf-8", opener=open_nofollow)  # noqa: SIM115
-        # A bar that is redrawn in a file or in CI output is noise.
+        # Redraw the bar rarely in a file or in CI output.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         self._screen = _StandardError()
         self._bar = tqdm(
@@ -291,14 +290,10 @@ class RunLog:
             self._bar.update()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log one step: `step`, and numbers by name (nested ones as `outer/inner`)."""
+        """Log a record: `step`, and numbers by name (nested names become `outer/inner`)."""
         if self._folder is None:
             return
-        flat = flatten(record)
-        self._file.write(json.dumps(flat) + "\n")
-        self._file.flush()
-        step = flat.pop("step")
-        self._track(flat, step)
+        flat = self._append(record)
         columns = {"loss": "loss/total", "samples/s": "samples_per_second", "lr": "learning_rate"}
         self._bar.set_postfix(
             {
@@ -309,27 +304,32 @@ class RunLog:
             refresh=False,
         )
 
-    def validated(self, step: int, figures: Mapping[str, float]) -> None:
+    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log and print the metrics of a validation after a step."""
         if self._folder is None:
             return
-        metrics = {f"{_VALIDATION}{name}": value for name, value in figures.items()}
-        self._file.write(json.dumps(flatten({"step": step, **metrics})) + "\n")
-        self._file.flush()
-        self._track(metrics, step)
-        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        record = {f"{_VALIDATION}{name}": value for name, value in metrics.items()}
+        self._append({"step": step, **record})
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self.info(f"step {step}, validation: {text}")
 
-    def _track(self, figures: Mapping[str, Any], step: int) -> None:
-        numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    def _append(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Log a record, its numbers also by trackers; return it flat, without `step`."""
+        flat = flatten(record)
+        self._file.write(json.dumps(flat) + "\n")
+        self._file.flush()
+        step = flat.pop("step")
+        numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
         self._call_trackers(lambda tracker: tracker.log(numbers, step))
+        return flat
 
-    def _call_trackers(self, act: Callable[[Tracker], None]) -> None:
+    def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
+        """Call a method of every tracker; a tracker that fails gets no further calls."""
         for name, tracker in list(self._trackers.items()):
             try:
-                act(tracker)
+                call(tracker)
             except Exception as error:
-                # TensorBoard has local files: what fails there fails for the checkpoints, too.
+                # TensorBoard writes to the run's folder: if that fails, checkpoints fail, too.
                 if name == "tensorboard":
                     raise
                 del self._trackers[name]
@@ -356,13 +356,13 @@ class RunLog:
 
 
 def _drop_later(path: Path, step: int, last_validation: int) -> list[dict[str, Any]]:
-    """Keep the lines up to a step, and validation lines up to another; returns them."""
+    """Rewrite a log without later steps and validations; return the records that remain."""
     if not path.exists():
         return []
 
     def is_earlier(record: dict[str, Any]) -> bool:
-        validated = any(name.startswith(_VALIDATION) for name in record)
-        return bool(record["step"] <= (last_validation if validated else step))
+        is_validation = any(name.startswith(_VALIDATION) for name in record)
+        return bool(record["step"] <= (last_validation if is_validation else step))
 
     records = [record for record in read_log(path)[0] if is_earlier(record)]
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from vlp.data.shards.sample_files import PausedDataError
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import stable_hash
-from vlp.io import atomic_folder, keep_others, restore_folder
+from vlp.io import atomic_folder, link_missing, restore_folder
 from vlp.tasks.pretraining.statistics import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.best_checkpoint import BestCheckpoint
@@ -26,8 +27,8 @@ from vlp.training.config import RunConfig
 from vlp.training.engines.engine import Engine
 from vlp.training.log import RunLog, open_trackers
 from vlp.training.optimiser import learning_rate
-from vlp.training.progress import Meter, Outcome, Progress, on_cpu
-from vlp.training.run_folder import RunFolder, device_name, record_start, this_host, write_report
+from vlp.training.progress import Meter, Outcome, Progress, copy_to_cpu
+from vlp.training.run_folder import RunFolder, device_name, record_start, write_report
 from vlp.training.stop_requests import StopConsensus, StopSignals
 from vlp.training.watchdog import Watchdog
 
@@ -46,7 +47,7 @@ class StreamedData(Protocol):
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Iterator[tuple[Slots, int]]:
+    ) -> Generator[tuple[Slots, int], None, None]:
         """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
 
 
@@ -57,7 +58,7 @@ WATCHDOG_SECONDS = 30.0
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had a loss or a gradient that is not finite."""
+    """More than `MAX_NON_FINITE` steps in a row had a loss or a gradient that is not finite."""
 
 
 def train(
@@ -70,11 +71,11 @@ def train(
     best: BestCheckpoint | None = None,
     signals: StopSignals | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, or to a stop signal; returns the contents of `report.json`.
+    """Train to the end, or to a stop signal; return the contents of `report.json`.
 
-    With `best` the run also ends when patience runs out, and `best/` keeps the best model.
-    CheckpointError if a checkpoint or model cannot be written or resumed with this data;
-    NonFiniteError after more than MAX_NON_FINITE non-finite steps in a row.
+    With `best` the best model is saved in `best/`, and the run also ends when patience runs out.
+    Raises CheckpointError if a checkpoint or model cannot be written or resumed with this data, and
+    NonFiniteError.
     """
     training = config.training
     is_main = engine.rank == 0
@@ -89,10 +90,10 @@ def train(
     total = total_steps(config, data, progress)
     if checkpoint:
         progress.resumed.append(progress.step)
-    devices = distributed.gather_to_all((this_host(), device_name(engine.device)))
+    devices = distributed.gather_to_all((socket.gethostname(), device_name(engine.device)))
     if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
-        # Before all other files: a folder without it is not recognised as a run's.
+        # First of all files: without `run.json` a folder is not recognised as a run's.
         record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
         for model in (folder.best, folder.model):
             restore_folder(model)
@@ -104,10 +105,16 @@ def train(
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
-            _run_log(config, folder if is_main else None, progress, total) as log,
+            RunLog(
+                folder if is_main else None,
+                progress.step,
+                total,
+                open_trackers(training.trackers, folder, progress.step) if is_main else None,
+                progress.looked,
+            ) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
             closing(checkpoints),
-            closing(_stream(data, progress, engine)) as batches,
+            closing(data.batches(progress.samples, engine.rank, engine.world_size)) as batches,
         ):
             if resume and not checkpoint:
                 log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
@@ -121,10 +128,10 @@ def train(
 
             def flush_pending() -> None:
                 """Record the outcomes of pending steps."""
-                for outcome in on_cpu(pending):
+                for outcome in copy_to_cpu(pending):
                     if outcome.update.applied:
                         progress.non_finite_row = 0
-                        meter.applied(outcome.outputs, outcome.update)
+                        meter.add_step(outcome.outputs, outcome.update)
                     else:
                         _count_non_finite(progress, outcome, log)
                 pending.clear()
@@ -137,8 +144,8 @@ def train(
                     checkpoints.save(engine, task, progress, wait=False)
                 return progress.step, progress.looked
 
-            def is_over() -> bool:
-                """Validate if that is due; return whether the run is to end."""
+            def validate_if_due() -> bool:
+                """Validate if due; return whether all steps are done or patience is exhausted."""
                 if best is None:
                     return progress.step >= total
                 if best.due(progress, total):
@@ -146,7 +153,7 @@ def train(
                     watchdog.enter("validate")
                     with stop.suspend_deadline():
                         metrics, better = best.validate(progress, engine.parameters)
-                        log.validated(progress.step, metrics)
+                        log.write_validation(progress.step, metrics)
                         if better:
                             checkpoints.wait()
                             _save_model(task, engine, folder.best)
@@ -154,16 +161,16 @@ def train(
                 return progress.step >= total or best.exhausted(progress)
 
             # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
-            while not (is_done := is_over()) and not stop_consensus.should_stop():
-                rate = _rate(config, progress.step, total)
-                # A forward pass changes buffers (batch norms); a skipped step puts them back.
+            while not (is_done := validate_if_due()) and not stop_consensus.should_stop():
+                rate = _learning_rate(config, progress.step, total)
+                # A forward pass changes buffers (batch norms), which a skipped step restores.
                 buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
                 outputs = []
                 for part in range(training.gradient_accumulation_steps):
                     watchdog.enter("data")
                     start = time.perf_counter()
                     batch, progress.samples = next(batches)
-                    meter.batch(batch, time.perf_counter() - start)
+                    meter.add_batch(batch, time.perf_counter() - start)
                     watchdog.enter("forward")
                     # Makes dropout reproducible on resume and different on each rank.
                     position = progress.step, part, engine.rank
@@ -174,16 +181,16 @@ def train(
                 progress.step += 1
                 watchdog.step = progress.step
                 pending.append(Outcome(progress.step, outputs, update))
-                # A step that is not finite on any rank is skipped on all: weights, optimiser state
-                # and buffers stay, and the data moves on.
+                # A step that is not finite on some rank is skipped on all: weights, optimiser state
+                # and buffers keep their values, and the next step has the next batch.
                 if isinstance(update.applied, Tensor):
-                    _undo(engine.module, buffers, update.applied)
+                    _restore(engine.module, buffers, update.applied)
                     task.after_step(engine.parameters, update.applied)
                 elif update.applied:
                     task.after_step(engine.parameters)
                     flush_pending()
                 else:
-                    _undo(engine.module, buffers)
+                    _restore(engine.module, buffers)
                     task.after_skip()
                     flush_pending()
                 log.advance()
@@ -191,7 +198,7 @@ def train(
 
                 if progress.step % training.log_every == 0 or progress.step == total:
                     flush_pending()
-                    record = _record(meter, progress, rate, data)
+                    record = _log_record(meter, progress, rate, data)
                     log.write(record)
                     if is_main:
                         collapse_monitor.check(progress.step, _feature_statistics(record))
@@ -224,17 +231,8 @@ def train(
     return report
 
 
-def _run_log(config: RunConfig, folder: RunFolder | None, progress: Progress, total: int) -> RunLog:
-    """Open the log and, on rank 0, its trackers."""
-    step, training = progress.step, config.training
-    if folder is None:
-        return RunLog(None, step, total)
-    trackers = open_trackers(training.trackers, folder, step)
-    return RunLog(folder, step, total, trackers, progress.looked)
-
-
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count a run's optimiser steps, without a last incomplete one."""
+    """Count a run's optimiser steps, without a last one of too few global batches."""
     training = config.training
     if training.steps is not None:
         return training.steps
@@ -244,31 +242,22 @@ def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> in
     return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
 
 
-def _stream(
-    data: StreamedData, progress: Progress, engine: Engine
-) -> Generator[tuple[Slots, int], None, None]:
-    yield from data.batches(progress.samples, engine.rank, engine.world_size)
-
-
-def _rate(config: RunConfig, step: int, total: int) -> float:
+def _learning_rate(config: RunConfig, step: int, total: int) -> float:
     optimiser = config.training.optimiser
     return learning_rate(
         step, total, optimiser.learning_rate, optimiser.final_learning_rate, optimiser.warmup(total)
     )
 
 
-# Parts of a configuration that may have a teacher.
-_TEACHER_KEYS = ("objectives", "task")
-
-
 def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
-    """Log the warm-up, with warnings if it never ends, and a resumed run's learning rate."""
+    """Log the warm-up, warnings if the run ends within a warm-up, and a resumed learning rate."""
     optimiser = config.training.optimiser
     if optimiser.warmup_steps is None:
         log.info(f"warm-up: {optimiser.warmup(total)} of {total} steps")
     if warning := optimiser.endless_warmup(total):
         log.info(warning)
-    teachers = (getattr(getattr(config, name, None), "teacher", None) for name in _TEACHER_KEYS)
+    parts = (getattr(config, key, None) for key in ("objectives", "task"))
+    teachers = (getattr(part, "teacher", None) for part in parts)
     if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
         log.info(
             f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
@@ -277,7 +266,7 @@ def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
     if step and "learning_rate" in log.last:
         log.info(
             f"resumed at step {step} of {total} with learning rate "
-            f"{_rate(config, min(step, total - 1), total):.4g}; it was "
+            f"{_learning_rate(config, min(step, total - 1), total):.4g}; it was "
             f"{log.last['learning_rate']:.4g} at step {log.last['step']}"
         )
 
@@ -285,7 +274,7 @@ def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
 def _micro_step(
     engine: Engine, copies: CopyStream, batch: Slots, step: int, watchdog: Watchdog
 ) -> StepOutput:
-    """Run forward and backward pass; outputs are detached."""
+    """Run the forward and backward pass of a batch; return detached outputs."""
     output = engine.forward(copies.move(batch), step)
     watchdog.enter("backward")
     engine.backward(nan_if_non_finite(output.loss))
@@ -297,21 +286,22 @@ def _micro_step(
 
 
 def nan_if_non_finite(loss: Tensor) -> Tensor:
-    """Return a finite scalar loss unchanged, or one with NaN gradients for a non-finite loss."""
-    # Such a loss may have finite gradients, and finite values on other ranks. NaN gradients make
-    # the engine skip the step on all ranks, without waiting for the device.
+    """Return a finite scalar loss unchanged, and a non-finite one with NaN gradients."""
+    # A non-finite loss may have finite gradients, and finite values on other ranks. NaN gradients
+    # make the engine skip the step on all ranks, without waiting for the device.
     factor = torch.ones_like(loss)
     return loss * torch.where(torch.isfinite(loss.detach()), factor, factor * float("nan"))
 
 
-def _undo(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
-    """Restore buffers; with a device flag `applied`, only if it is False."""
+def _restore(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
+    """Restore buffers by name; with a device flag `applied`, only if it is False."""
     for name, buffer in module.named_buffers():
         previous = buffers[name]
         buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))
 
 
 def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None:
+    """Count and log a skipped step; NonFiniteError if too many follow each other."""
     progress.non_finite += 1
     progress.non_finite_row += 1
     step, scale = outcome.step, outcome.update.loss_scale
@@ -335,8 +325,10 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
         )
 
 
-def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -> dict[str, Any]:
-    means = meter.close()
+def _log_record(
+    meter: Meter, progress: Progress, rate: float, data: StreamedData
+) -> dict[str, Any]:
+    means = meter.flush()
     epoch, within_epoch = 0, progress.samples
     while within_epoch >= (size := data.samples_in_epoch(epoch)):
         epoch, within_epoch = epoch + 1, within_epoch - size
@@ -353,7 +345,7 @@ def _record(meter: Meter, progress: Progress, rate: float, data: StreamedData) -
 
 
 def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return statistics of features, without anchors', which may be legitimately constant."""
+    """Return the statistics of features; anchors' statistics may be constant and are left out."""
     statistics = {
         key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
     }
@@ -361,14 +353,14 @@ def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
-    """Replace a model folder, but keep files that training did not write, such as a model card."""
+    """Replace a model folder, but keep files of other origin, such as a model card."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:
         try:
             with atomic_folder(folder) as partial:
                 task.save_model(partial, state)
-                keep_others(folder, partial)
+                link_missing(folder, partial)
         except OSError as error:
             failure = str(error)
     failure = distributed.from_rank_0(failure)

@@ -1,4 +1,4 @@
-"""AdamW, its parameter groups by weight decay and learning-rate multiplier, and its schedule."""
+"""AdamW: parameter groups by weight decay and learning-rate multiplier, and the schedule."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class OptimiserConfig(Config):
     lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
         description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
-        "the longest that fits counts",
+        "the longest matching prefix counts",
     )
 
     @model_validator(mode="after")
@@ -67,8 +67,8 @@ class OptimiserConfig(Config):
         )
 
 
-def undecayed(module: nn.Module) -> set[str]:
-    """Return the names of parameters without weight decay."""
+def exempt_from_decay(module: nn.Module) -> set[str]:
+    """Return the names of parameters that are exempt from weight decay."""
     # Norms, biases and temperatures (vectors and scalars), and each module's `no_weight_decay()`:
     # position tables, global position biases, class and distillation tokens.
     vectors = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
@@ -76,7 +76,7 @@ def undecayed(module: nn.Module) -> set[str]:
 
 
 def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
-    """Return the factor of the longest prefix, in whole dotted parts, of a name; 1 without any."""
+    """Return the factor of the longest prefix of a name, in whole dotted parts, else 1."""
     matches = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
     return lr_multipliers[max(matches, key=len)] if matches else 1.0
 
@@ -97,7 +97,7 @@ def parameter_groups(
                 f"training.optimiser.lr_multipliers: no trainable parameter starts with "
                 f"{prefix!r}; there are {', '.join(prefixes)}"
             )
-    no_decay = undecayed(module)
+    no_decay = exempt_from_decay(module)
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
         decay = 0.0 if name in no_decay else weight_decay
@@ -121,7 +121,7 @@ def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW
 
 
 def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
-    """Create zero moments at once, so that loading a checkpoint need not wait for a first step."""
+    """Create zero moments, so that a checkpoint can be loaded before the first step."""
     for parameter in parameters:
         # PyTorch keeps the count on the weights' device when AdamW is fused, else on the CPU.
         device = parameter.device if optimiser.defaults.get("fused") else "cpu"
@@ -132,7 +132,7 @@ def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set every group's rate to the schedule's rate times `lr_scale`."""
+    """Set every group's learning rate to the schedule's times `lr_scale`."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
 
@@ -145,13 +145,13 @@ def _starts_with(name: str, prefix: str) -> bool:
 def learning_rate(
     step: int, total_steps: int, peak: float, final: float, warmup_steps: int
 ) -> float:
-    """Return the rate of a linear warm-up, then half a cosine from `peak` to `final`.
+    """Return the learning rate of a linear warm-up and half a cosine from `peak` to `final`.
 
-    `step` counts earlier optimiser steps. The first step moves, with `peak / warmup_steps`; a run
-    shorter than its warm-up only warms up; steps after `total_steps` stay at `final`.
+    `step` counts from 0, where the rate is `peak / warmup_steps`. From the last of `total_steps` on
+    it is `final`, unless the warm-up lasts longer.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    decaying = max(total_steps - 1 - warmup_steps, 1)
-    share = min((step - warmup_steps) / decaying, 1.0)
-    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * share))
+    decay_steps = max(total_steps - 1 - warmup_steps, 1)
+    progress = min((step - warmup_steps) / decay_steps, 1.0)
+    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * progress))

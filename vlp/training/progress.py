@@ -17,20 +17,21 @@ from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
-# Bad samples of one kind that the report names.
-_EXAMPLES = 20
+# Bad samples of one kind whose locations the report has.
+_MAX_EXAMPLES = 20
 
 
 @dataclass
 class Progress:
-    """Counters of a run; with weights and extra state, all that resuming needs.
+    """Counters of a run: all state of a resume but weights, optimiser and the task's extra state.
 
-    step: optimiser steps, skipped ones included. samples: consumed by all ranks over all epochs,
-    which fixes the data position; trained_samples: valid ones among them. seconds: of training.
-    skipped: bad samples by kind, with examples of their places. non_finite: skipped steps;
-    non_finite_row: the current run of them. resumed: steps of resumption. looked: last validated
-    step. metric: name and data of the deciding metric; best, best_figures: best result, all metrics
-    of its step; looks_since: validations after it.
+    step: optimiser steps with skipped steps. samples: consumed by all ranks over all epochs, which
+    fixes the position in the data; trained_samples: valid samples of these. seconds: of training.
+    skipped: counts of bad samples by kind; examples: locations of some. non_finite: skipped steps;
+    non_finite_row: skipped steps since the last applied step. resumed: steps of resumption. looked:
+    last validated step. metric, validation: name of the deciding metric and identity of its data.
+    best, best_step, best_figures: its best value, the step, and all metrics of that step.
+    looks_since: validations after that.
     """
 
     step: int = 0
@@ -52,23 +53,23 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """Optimiser step number `step`, from 1: outputs of its micro-steps, and its update."""
+    """Result of an optimiser step, counted from 1: outputs of its micro-steps, and the update."""
 
     step: int
     outputs: list[StepOutput]
     update: Update
 
 
-def on_cpu(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes with their numbers on the CPU."""
-    leaves, form = tree_flatten(outcomes)
+def copy_to_cpu(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return outcomes with all CUDA scalars copied to the CPU."""
+    leaves, structure = tree_flatten(outcomes)
     indices = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_cuda]
     if indices:
-        # One copy, so that the device is waited for once.
+        # One copy waits for the device once.
         numbers = torch.stack([leaves[index].float() for index in indices]).cpu()
         for index, number in zip(indices, numbers):
             leaves[index] = number
-    result: list[Outcome] = tree_unflatten(leaves, form)
+    result: list[Outcome] = tree_unflatten(leaves, structure)
     return result
 
 
@@ -77,7 +78,7 @@ class Meter:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        # Of this rank, not yet in `progress`.
+        # Counts of this rank that are not in `progress` yet.
         self._trained = 0
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
@@ -94,7 +95,7 @@ class Meter:
         self._norms: list[float] = []
         self._scale: float | None = None
 
-    def batch(self, batch: Slots, waited: float) -> None:
+    def add_batch(self, batch: Slots, waited: float) -> None:
         """Count a batch that took `waited` seconds to arrive."""
         self._waited += waited
         self._trained += int(batch.valid.sum())
@@ -103,11 +104,11 @@ class Meter:
             self._examples.setdefault(skip.kind, []).append(skip.where)
 
     def exclude(self, seconds: float) -> None:
-        """Leave out time in which nothing was trained."""
+        """Exclude seconds without training from throughput and training time."""
         self._start += seconds
         self._counted_until += seconds
 
-    def applied(self, outputs: list[StepOutput], update: Update) -> None:
+    def add_step(self, outputs: list[StepOutput], update: Update) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
         self._norms.append(float(update.gradient_norm))
         self._scale = update.loss_scale
@@ -129,13 +130,13 @@ class Meter:
             for kind, count in skipped.items():
                 progress.skipped[kind] = progress.skipped.get(kind, 0) + count
                 stored = progress.examples.setdefault(kind, [])
-                stored.extend(examples[kind][: _EXAMPLES - len(stored)])
+                stored.extend(examples[kind][: _MAX_EXAMPLES - len(stored)])
         now = time.perf_counter()
         progress.seconds += now - self._counted_until
         self._counted_until = now
         self._trained, self._skipped, self._examples = 0, Counter(), {}
 
-    def close(self) -> dict[str, Any]:
+    def flush(self) -> dict[str, Any]:
         """Return means over ranks and steps since the last call; collective.
 
         Losses and statistics are absent when every step was skipped.
@@ -143,13 +144,13 @@ class Meter:
         self.reduce_counts()
         seconds = max(time.perf_counter() - self._start, 1e-9)
         means = [value / self._counts[name] for name, value in self._sums.items()]
-        # All at once, as one by one they would each wait for the device.
+        # One copy waits for the device once.
         by_name = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
         ranks = distributed.gather_to_all((set(by_name), retries().value - self._retries))
         names = sorted(set[str]().union(*(presence for presence, _ in ranks)))
         presence = [float(name in by_name) for name in names]
         local = [*(by_name.get(name, 0.0) for name in names), *presence, self._waited / seconds]
-        # A rank without a value for a name, as one without samples, does not count in its mean.
+        # A mean is over the ranks that have the value: a rank without samples may lack some.
         *averages, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
         trained = self._progress.trained_samples - self._trained_before
         record: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, `run.json` (each start) and `report.json` (how it went)."""
+"""The folder of a run: its files, `run.json` (all starts) and `report.json` (the last end)."""
 
 from __future__ import annotations
 
@@ -31,42 +31,38 @@ from vlp.training.progress import Progress
 
 
 class Differences(NamedTuple):
-    """Lines 'key: saved X, now Y': fatal ones forbid resuming, tolerated ones are warnings."""
+    """Lines "key: saved X, now Y": fatal ones forbid resuming, tolerated ones are warnings."""
 
     fatal: list[str]
     tolerated: list[str]
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config) -> Differences:
-    """Compare two configurations as JSON values, key by dotted key."""
+    """Compare the JSON values of a saved and the current configuration by the rules of `config`."""
     before, now = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
     for key in sorted(before.keys() | now.keys()):
-        saved_text, current_text = before.get(key, "absent"), now.get(key, "absent")
-        rule = resume_rule(config, key)
-        # What one of them does not tell, as a checkpoint older than a key, has its default.
-        saved_value, current_value = (
-            values[key] if key in values else _default(config, key) for values in (before, now)
-        )
+        rule, default = _rule_and_default(config, key)
+        # A key that one side lacks, as an older checkpoint may, has its default there.
+        saved_value, current_value = before.get(key, default), now.get(key, default)
         if saved_value == current_value or rule == "free":
             continue
         are_texts = isinstance(before.get(key), str) and isinstance(now.get(key), str)
-        tolerated = rule == "tolerated" or (rule == "path" and are_texts)
-        lines = differences.tolerated if tolerated else differences.fatal
+        is_tolerated = rule == "tolerated" or (rule == "path" and are_texts)
+        lines = differences.tolerated if is_tolerated else differences.fatal
+        saved_text, current_text = before.get(key, "absent"), now.get(key, "absent")
         lines.append(redact(f"{key}: saved {saved_text!r}, now {current_text!r}"))
     return differences
 
 
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
-    """Require equal training and data on all ranks; collective."""
-    # Nodes may have other paths, and other keys of `data` that may change at a resume.
-    local = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
-    values, parts = distributed.from_rank_0(local)
-    problems = [
-        f"{part} of the data is not that of rank 0" for part, _ in parts.items() ^ local[1].items()
-    ]
-    for key in values.keys() | local[0].keys():
-        local_value, value = local[0].get(key), values.get(key)
+    """Require equal training and data on all ranks, by their configurations; collective."""
+    local_values, local_parts = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
+    values, parts = distributed.from_rank_0((local_values, local_parts))
+    changes = dict(parts.items() ^ local_parts.items())
+    problems = [f"{part} of the data is not that of rank 0" for part in changes]
+    for key in values.keys() | local_values.keys():
+        local_value, value = local_values.get(key), values.get(key)
         if local_value != value and not _may_differ_by_node(config, key, local_value, value):
             problems.append(redact(f"{key} is {local_value!r}, {value!r} on rank 0"))
     with distributed.raise_on_all_ranks(ConfigError):
@@ -75,42 +71,35 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
 
 
 def _may_differ_by_node(config: Config, key: str, *values: Any) -> bool:
-    """Return whether a dotted key may differ between nodes."""
-    rule = resume_rule(config, key)
+    """Return whether a dotted key may have other values on other nodes, as paths may."""
+    rule, _ = _rule_and_default(config, key)
     if rule == "free" and key.startswith(("data.", "task.data.")):
         return True
     texts = all(isinstance(value, str) for value in values)
     return texts and not key.startswith("training.") and rule != "fixed"
 
 
-def resume_rule(config: Config, key: str) -> str:
-    """Return the rule of a dotted key: that of its innermost part that declares one."""
+def _rule_and_default(config: Config, key: str) -> tuple[str, Any]:
+    """Return a dotted key's rule at a resume, and its default value (None without a default).
+
+    The innermost part of the key that declares "fixed", "path", "tolerated" or "free" decides.
+    """
     rule = "fixed"
     node: Any = config
     for part in key.split("."):
+        field = type(node).model_fields.get(part) if isinstance(node, Config) else None
         if isinstance(node, Config):
-            field = type(node).model_fields.get(part)
-            rule = _field_rule(node.model_config.get("json_schema_extra")) or rule
-            rule = _field_rule(field and field.json_schema_extra) or rule
+            rule = _declared_rule(node.model_config.get("json_schema_extra")) or rule
+            rule = _declared_rule(field and field.json_schema_extra) or rule
             node = getattr(node, part, None)
         elif isinstance(node, Sequence) and part.isdigit():
             node = node[int(part)] if int(part) < len(node) else None
         else:
             node = None
-    return rule
+    return rule, None if field is None or field.is_required() else field.get_default()
 
 
-def _default(config: Config, key: str) -> Any:
-    """Return the default of a dotted key; None without any."""
-    node: Any = config
-    *parents, leaf = key.split(".")
-    for part in parents:
-        node = getattr(node, part, None)
-    field = type(node).model_fields.get(leaf) if isinstance(node, Config) else None
-    return None if field is None or field.is_required() else field.get_default()
-
-
-def _field_rule(extra: Any) -> Any:
+def _declared_rule(extra: Any) -> Any:
     return extra.get("resume") if isinstance(extra, Mapping) else None
 
 
@@ -133,7 +122,7 @@ PACKAGES = (
     *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
     *("webdataset", "numpy", "pillow", "simplejpeg"),
 )
-# A text that something called a key or password is set to, and keys that show by their beginning.
+# A quoted text after a name with key, token, secret or password; tokens with well-known prefixes.
 _SECRET = re.compile(
     r"""((?:key|token|secret|password|passwd)\w*["']?\s*[:=]\s*["'])[^"'\s]{8,}"""
     r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
@@ -149,9 +138,9 @@ class RunFolder:
     """Paths of a run's files.
 
     config: the resolved configuration; log: a JSON object per logged step; tensorboard: event
-    files; checkpoints: folders `step_N`; model: public folder of the finished model; best: best
-    validated one; report: summary, written at every end; record: the starts, first file of a run;
-    hang: stacks of hanging ranks.
+    files; checkpoints: folders `step_N`; model: model folder of the finished run; best: model
+    folder of the best validation; report: summary, written at every end; record: all starts, the
+    first file of a run; hang: stacks of hanging ranks.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -166,21 +155,20 @@ class RunFolder:
         self.record = self.path / "run.json"
         self.hang = self.path / "hang"
         try:
-            used = self.path.exists() and not all(map(is_lock, self.path.iterdir()))
+            is_used = self.path.exists() and not all(map(is_lock, self.path.iterdir()))
         except OSError as error:
             raise ConfigError(f"output: {self.path} cannot be used ({error.strerror})") from error
-        if used and not resume:
+        if is_used and not resume:
             raise ConfigError(
                 f"output: {self.path} is not empty; continue its run with --resume, or choose "
                 "another folder with output=…"
             )
 
     def require_run(self) -> None:
-        """Require that the folder of a resumed run is a run's, or holds nothing to be lost."""
+        """Require that the folder holds a run, or only leftovers of a start that was killed."""
         try:
             if not self.path.exists() or self.holds_run():
                 return
-            # What a start that was killed at once leaves.
             others = sorted(
                 path.name
                 for path in self.path.iterdir()
@@ -195,14 +183,14 @@ class RunFolder:
             )
 
     def holds_run(self) -> bool:
-        """Return whether a run has been started in the folder; OSError if it cannot be read."""
-        # Other programs name their checkpoints alike.
+        """Return whether the folder holds a run; OSError if it cannot be read."""
+        # Other programs have folders `step_N`, too.
         if any((path / "SHA256SUMS").is_file() for path in self.checkpoints.glob("step_*")):
             return True
-        return isinstance(_json(self.record).get("starts"), list)
+        return isinstance(_read_json(self.record).get("starts"), list)
 
     def require_same_run(self, config: Config) -> None:
-        """Require that the folder's configuration, where there is one, is that of this run."""
+        """Require that a configuration in the folder allows this run to resume."""
         try:
             saved = parse_yaml(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -218,30 +206,30 @@ class RunFolder:
                 "Restore these keys, or choose another folder with output=…"
             )
 
-    def require_no_progress(self, location: str) -> None:
-        """Refuse to resume without checkpoints a run that finished, stopped or left a model."""
+    def require_no_progress(self, folder: str) -> None:
+        """Require that the folder, which has no checkpoints, holds no finished or stopped run."""
         try:
-            report = _json(self.report)
+            report = _read_json(self.report)
         except OSError as error:
             raise ConfigError(f"output: {self.report} cannot be read ({error})") from error
         ended = report.get("ended")
         if self.model.exists() or ended in ("finished", "stopped"):
             raise ConfigError(
                 f"{self.path} holds a run that {ended or 'finished'} at step "
-                f"{report.get('step', '?')}, but {location} holds no checkpoint to resume it from: "
+                f"{report.get('step', '?')}, but {folder} holds no checkpoint to resume it from: "
                 "bring the checkpoints back, or choose another folder with output=…"
             )
 
     def finished_at(self) -> int | None:
-        """Return the step of the finished model in the folder; None without one."""
+        """Return the step of the finished run in the folder; None without a finished run."""
         with suppress(OSError):
-            report = _json(self.report)
+            report = _read_json(self.report)
             if report.get("ended") == "finished" and self.model.is_dir():
                 return report.get("step")
         return None
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     """Return a JSON file's contents; empty if it is missing or invalid."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
@@ -251,8 +239,8 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the step lines of a run's log, empty if missing, and the number of invalid ones."""
-    # Invalid lines were cut off by a kill or are still being written.
+    """Return the step lines of a log, empty for a missing file, and the number of invalid lines."""
+    # A line is invalid if a kill cut it, or while it is being written.
     rows, invalid = [], 0
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -278,7 +266,10 @@ def record_start(
     devices: list[tuple[str, str]],
     data: Mapping[str, str],
 ) -> None:
-    """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`."""
+    """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`.
+
+    devices: host and device of every rank; data: the fingerprint.
+    """
     repositories, changes = _repositories()
     start = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -306,13 +297,13 @@ def record_start(
 
 def read_record(folder: Path) -> dict[str, Any]:
     """Return the contents of `run.json`, empty without it; OSError if unreadable now."""
-    return _json(folder / "run.json")
+    return _read_json(folder / "run.json")
 
 
 def tracker_id(
     folder: RunFolder, tracker: str, create: Callable[[], str], renew: bool = False
 ) -> str:
-    """Return the run's id at a tracker, which all its starts share; `create` gives a new one."""
+    """Return the run's id at a tracker from `run.json`; `create` makes it first, or to renew it."""
     record = read_record(folder.path)
     ids = record.setdefault("trackers", {})
     if renew or tracker not in ids:
@@ -321,13 +312,8 @@ def tracker_id(
     return str(ids[tracker])
 
 
-def this_host() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
-
-
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Return versions of Python, of this package and of those packages that are installed."""
+    """Return versions of Python, of this package and of installed `packages`, by name."""
     installed = {"python": platform.python_version(), "vlp": vlp.__version__}
     for name in packages:
         try:
@@ -338,7 +324,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
-    """Return commits and changes of the package's and the user's repository."""
+    """Return facts on the repositories of the package and of the user, and all their changes."""
     repositories, changes = [], ""
     folders = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel") for folder in folders)
@@ -359,7 +345,7 @@ def _repositories() -> tuple[list[dict[str, Any]], str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output; None without git, a repository, or an answer in time."""
+    """Return git's output; None after an error, a timeout, or without git."""
     try:
         process = subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -382,7 +368,10 @@ def write_report(
     engine: Engine,
     total: int,
 ) -> dict[str, Any]:
-    """Summarise a run that ended as `finished`, `stopped` (by a signal), `paused` or `failed`."""
+    """Return the summary of a run, and write it on rank 0 (`folder` is None on other ranks).
+
+    ended: "finished", "stopped" (by a signal), "paused" or "failed".
+    """
     report: dict[str, Any] = {
         "ended": ended,
         "step": progress.step,
@@ -408,8 +397,7 @@ def write_report(
     if folder is not None and folder.path.is_dir():
         try:
             write_json(folder.report, report, indent=1)
-        # A full disk, for example; the run itself ends as it was ending.
-        except OSError as error:
+        except OSError as error:  # must not hide why the run ends
             logger.warning("cannot write %s: %s", folder.report, error)
     return report
 
@@ -422,14 +410,14 @@ def device_name(device: torch.device) -> str:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return peak bytes: of tensors on a GPU, else of this rank's process."""
+    """Return the peak memory in bytes of a GPU's tensors, on a CPU of this rank's process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join nested names by `/`; numbers that JSON cannot write become None."""
+    """Return a flat dict, with nested names joined by `/`; inf and NaN become None, as in JSON."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Requests that a run end: signals, and the end of the launcher."""
+"""Requests to stop a run: signals, and the end of the launcher."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ import torch
 from vlp import distributed
 from vlp.signals import STOP_SIGNALS
 
-# What `deepspeed` starts on each machine, to start the ranks.
-_NODE = "deepspeed.launcher.launch"
+# The process of `deepspeed` on each machine that starts the ranks.
+_NODE_LAUNCHER = "deepspeed.launcher.launch"
 
-_NAMES = {
+_LAUNCHER_NAMES = {
     *("accelerate", "accelerate-launch", "accelerate.commands.launch"),
-    *("deepspeed", "deepspeed.launcher.runner", _NODE),
+    *("deepspeed", "deepspeed.launcher.runner", _NODE_LAUNCHER),
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
     *("vlp", "launch"),
 }
-# What torchrun and DeepSpeed set in every process they start.
-_MARKS = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
+# Environment variables that torchrun and DeepSpeed set in every process they start.
+_LAUNCHER_VARIABLES = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 
 
 class Launchers:
     """Processes from this one up to the outermost launcher, with shells between them."""
 
-    # Shells above are left out, as a run may outlive a terminal. Without /proc no end is noticed.
+    # Not the shells above, as a run may outlive a terminal. Without /proc no end is noticed.
 
     def __init__(self) -> None:
         ancestors = [os.getpid(), *_ancestors(os.getpid())]
         launchers = [
-            index for index, process in enumerate(ancestors) if _program(process) in _NAMES
+            index for index, process in enumerate(ancestors) if _program(process) in _LAUNCHER_NAMES
         ]
-        # A launcher's name may be unknown.
-        marked = any(mark in os.environ for mark in _MARKS)
-        outer = launchers[-1] if launchers else int(marked)
-        self._chain = ancestors[: outer + 1]
-        # One may end before this process looks for it; init has then inherited what it started.
-        started = _program(ancestors[outer]) == _NODE if launchers else marked
-        inherited = _parent(ancestors[outer if launchers else 0]) == 1
-        self._lost = started and inherited and _first_is_init()
+        has_launcher = any(variable in os.environ for variable in _LAUNCHER_VARIABLES)
+        # With a launcher's variables but without a known name, the parent is the launcher.
+        outermost = launchers[-1] if launchers else int(has_launcher)
+        self._chain = ancestors[: outermost + 1]
+        # A launcher may have ended before this look: its child has then been adopted by init.
+        process = ancestors[outermost if launchers else 0]
+        was_started = _program(process) == _NODE_LAUNCHER if launchers else has_launcher
+        self._lost = was_started and _parent(process) == 1 and _has_init()
 
     def lost(self) -> bool:
         """Return whether a launcher has ended."""
@@ -73,43 +73,43 @@ def _parent(process: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
-def _first_is_init() -> bool:
-    """Return False in a container in which the first process may itself start ranks."""
+def _has_init() -> bool:
+    """Return whether process 1 is an init; in a container it may be a launcher or a script."""
     name = _program(1)
-    return name not in _NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
+    return name not in _LAUNCHER_NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
 
 
 def _program(process: int) -> str:
-    """Return the name of the program, or of the script or module of Python, that runs."""
+    """Return the name of a process's program; for Python, of the script or module; "" unknown."""
     try:
-        line = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    name = Path(line[0]).name
+    name = Path(words[0]).name
     if name.startswith("python"):
-        name = next((Path(word).name for word in line[1:] if word[:1] not in ("", "-")), name)
+        name = next((Path(word).name for word in words[1:] if word[:1] not in ("", "-")), name)
     return name
 
 
-# Exit code of a run that was asked to stop and goes on with --resume: EX_TEMPFAIL of BSD.
+# Exit code of a run that stopped on request and can be resumed: EX_TEMPFAIL of BSD.
 REQUEUE = 75
 
-# Seconds to reach the end of a step once asked; launchers kill after 30.
+# Seconds from a request to the end of the step; launchers kill after 30.
 GRACE = 20.0
 
-# Seconds to finish validating or saving once asked; a rank for which it waits may be gone.
+# Seconds from a request to the end of a validation or checkpoint, which may wait for a lost rank.
 PATIENCE = 240.0
 
-# About how long ranks train between two checks of each other's stop signals.
-SECONDS = 4.0
+# Seconds of training between two checks of other ranks' requests, approximately.
+CHECK_SECONDS = 4.0
 
-_POLL = 1.0
-_wakes = False
+_POLL_SECONDS = 1.0
+_has_wakeup_fd = False
 
 
 def _reset_wakeup_fd() -> None:
-    # A loader's process is not to wake the thread of the rank that it was forked from.
-    if _wakes:
+    # A signal to a forked loader process must not wake the thread of this rank.
+    if _has_wakeup_fd:
         signal.set_wakeup_fd(-1)
 
 
@@ -119,10 +119,10 @@ os.register_at_fork(after_in_child=_reset_wakeup_fd)
 class StopSignals:
     """Listener to SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
 
-    No signal kills; a SIGHUP ignored by nohup stays ignored. A second Ctrl-C interrupts; repeated
-    SIGTERMs, as launchers send, change nothing. After a request, a process that does not check in
-    time exits with `REQUEUE`: at once before its first check, later within `grace` seconds or twice
-    its longest time between checks, or inside `suspend_deadline` within `patience` seconds.
+    A SIGHUP that nohup ignores stays ignored; a second Ctrl-C interrupts; further SIGTERMs, which
+    launchers send, change nothing. A process that does not call `should_stop` in time after a
+    request exits with `REQUEUE`: at once before the first call, later after `grace` seconds or
+    twice the longest time between calls, and in `suspend_deadline` after `patience` seconds.
     """
 
     def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:
@@ -144,7 +144,7 @@ class StopSignals:
 
     @contextmanager
     def suspend_deadline(self) -> Iterator[None]:
-        """Suspend the grace while validating or saving; it restarts at the end."""
+        """Replace `grace` by `patience` in this context, for validating or saving."""
         if self._last_check is None:
             yield
             return
@@ -159,31 +159,31 @@ class StopSignals:
             self._suspended = False
 
     def disable_deadline(self) -> None:
-        """Disable the deadline: the run has ended and is being saved."""
+        """Disable the deadline, as the run has ended and is being saved."""
         self._over.set()
 
     def __enter__(self) -> StopSignals:
-        global _wakes
+        global _has_wakeup_fd
         self._launchers = Launchers()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._previous_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        _wakes = True
+        _has_wakeup_fd = True
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
-        # The main thread may wait in a collective call for ranks that are gone, where it runs no
-        # signal handler. This thread then ends a rank that does not finish its step.
+        # While the main thread waits in a collective call, for ranks that may be lost, it runs no
+        # signal handler: this thread notices signals, too, and exits after the deadline.
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _wakes
+        global _has_wakeup_fd
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
-        _wakes = False
+        _has_wakeup_fd = False
         self._over.set()
         os.close(self._write)
         self._thread.join()
@@ -202,11 +202,11 @@ class StopSignals:
             self.reason = reason
 
     def _watch(self) -> None:
-        # `select.select` takes no descriptor from 1024 on.
+        # `select.select` fails for descriptors from 1024 on.
         poller = select.poll()
         poller.register(self._read, select.POLLIN)
         while not self._over.is_set():
-            for number in os.read(self._read, 64) if poller.poll(1000 * _POLL) else b"":
+            for number in os.read(self._read, 64) if poller.poll(1000 * _POLL_SECONDS) else b"":
                 if number in STOP_SIGNALS:
                     self._request(signal.Signals(number).name)
             if self._launchers.lost():
@@ -218,14 +218,14 @@ class StopSignals:
                 when = "while it validated or saved" if suspended else "in the midst of a step"
                 if self._last_check is None:
                     when = "before its first step"
-                # Whoever read the messages may be gone, too.
+                # The reader of standard error may have ended, too.
                 with suppress(OSError):
                     print(f"rank {rank} stopped by {self.reason} {when}", file=sys.stderr)
                 leave(REQUEUE)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, without waiting for other ranks; what was printed is written."""
+    """End the process at once, without waiting for other ranks; flush its output first."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -233,7 +233,7 @@ def leave(code: int) -> NoReturn:
 
 
 class StopConsensus:
-    """Decision of all ranks to stop, at the same steps; a single rank decides at each."""
+    """Common decision of all ranks whether to stop, every few steps; one rank decides at each."""
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:
         self._signals, self._device = signals, device
@@ -241,19 +241,19 @@ class StopConsensus:
         self._last_check = time.monotonic()
 
     def should_stop(self) -> bool:
-        """Return, on every rank alike, whether the run is to end; called once before each step."""
+        """Return the same decision on every rank; call it once before each step."""
         requested = self._signals.should_stop()
         if distributed.world_size() == 1:
             return requested
         if self._steps_left:
             self._steps_left -= 1
             return False
-        # The first checks are one step apart; then the slowest rank's pace sets the steps in
-        # `SECONDS`, growing at most twofold from one check to the next.
+        # Steps between checks: as many as the slowest rank does in `CHECK_SECONDS`, but at most
+        # twice as many as before the last check, from 1 on.
         now = time.monotonic()
         pace = (now - self._last_check) / self._steps
         stop, pace = distributed.max_over_ranks([float(requested), pace], self._device)
         self._last_check = time.monotonic()
-        self._steps = max(1, min(2 * self._steps, int(SECONDS / max(pace, 1e-6))))
+        self._steps = max(1, min(2 * self._steps, int(CHECK_SECONDS / max(pace, 1e-6))))
         self._steps_left = self._steps - 1
         return bool(stop)

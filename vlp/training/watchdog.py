@@ -1,8 +1,9 @@
-"""Watchdog: names silent or blocking ranks, and writes the ranks' stacks."""
+"""Watchdog: reports silent or blocking ranks, and writes the stacks of all ranks."""
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 import time
@@ -13,19 +14,19 @@ from typing import Any, NamedTuple
 
 from vlp import distributed
 from vlp.io import write_text
-from vlp.training.run_folder import this_host
 
-# Phases that may take any time, and the multiple of a phase's longest time from which it stands.
-_PATIENT = "start", "save", "validate", "end"
-_UNUSUAL = 3.0
+# Phases that may take any time.
+_UNLIMITED = "start", "save", "validate", "end"
+# A rank hangs in another phase after this multiple of the phase's longest time so far.
+_HANG_FACTOR = 3.0
 
 
-class Sign(NamedTuple):
-    """One sign of life of one rank.
+class Heartbeat(NamedTuple):
+    """Message of a rank to the watching ranks.
 
-    number: of the sign; host: machine; step: optimiser steps done; moves: phases entered, equal on
-    all ranks at the same place; phase: the current one, for `seconds`; stands: too long in it;
-    waits: in a collective call.
+    number: of the heartbeat; host: machine; step: optimiser steps done; moves: phases entered,
+    equal on all ranks at the same place of the loop; phase: the current phase, for `seconds`;
+    hangs: for too long; waits: in a collective call.
     """
 
     number: int
@@ -34,150 +35,149 @@ class Sign(NamedTuple):
     moves: int
     phase: str
     seconds: float
-    stands: bool
+    hangs: bool
     waits: bool
 
 
 class HangDetector:
-    """Comparison of ranks' signs; a rank without a new one for `patience` seconds is silent."""
+    """Detector of ranks without a new heartbeat for `timeout` seconds, and of hanging steps."""
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._last_signs: dict[int, tuple[int, float]] = {}
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        # By rank: number of the last heartbeat and its time; time of the last one of silent ranks.
+        self._last: dict[int, tuple[int, float]] = {}
         self._silent: dict[int, float] = {}
-        self._stands: int | None = None
+        self._reported_moves: int | None = None
 
-    def update(self, signs: Sequence[Sign], now: float) -> tuple[list[str], bool]:
-        """Return messages at `now` (seconds), and whether they are the first of a hang.
+    def update(self, heartbeats: Sequence[Heartbeat], now: float) -> tuple[list[str], bool]:
+        """Return messages at `now` (seconds), and whether they report a new hang.
 
-        `signs` are the last ones of ranks from 0, empty until all have begun.
+        `heartbeats` are the last ones of ranks from 0, empty until all ranks have started.
         """
-        messages, hangs = [], False
-        for rank, sign in enumerate(signs):
-            number, since = self._last_signs.get(rank, (None, now))
-            if number != sign.number:
-                self._last_signs[rank] = sign.number, now
+        messages, is_new = [], False
+        for rank, heartbeat in enumerate(heartbeats):
+            number, since = self._last.get(rank, (None, now))
+            name = f"rank {rank} ({heartbeat.host})"
+            if number != heartbeat.number:
+                self._last[rank] = heartbeat.number, now
                 if rank in self._silent:
                     silence = now - self._silent.pop(rank)
-                    messages.append(f"rank {rank} ({sign.host}) is back after {silence:.0f} s")
-            elif now - since > self._patience and sign.phase != "end" and rank not in self._silent:
-                self._silent[rank], hangs = since, True
+                    messages.append(f"{name} is back after {silence:.0f} s")
+            elif rank in self._silent or heartbeat.phase == "end":
+                continue
+            elif now - since > self._timeout:
+                self._silent[rank], is_new = since, True
                 messages.append(
-                    f"rank {rank} ({sign.host}) is silent for {now - since:.0f} s; it was in step "
-                    f"{sign.step + 1}, {sign.phase}"
+                    f"{name} is silent for {now - since:.0f} s; it was in step "
+                    f"{heartbeat.step + 1}, {heartbeat.phase}"
                 )
-        last = min(signs, key=lambda sign: sign.moves, default=None)
-        stands = last is not None and last.moves != self._stands and all(s.stands for s in signs)
-        if self._silent or last is None or not stands:
-            return messages, hangs
-        self._stands = last.moves
-        # The others wait for those that are behind, or of these for one in no collective call.
-        last_ranks = {rank: sign for rank, sign in enumerate(signs) if sign.moves == last.moves}
-        blocking = {rank: sign for rank, sign in last_ranks.items() if not sign.waits} or last_ranks
-        names = ", ".join(f"{rank} ({sign.host})" for rank, sign in blocking.items())
-        others = "; the others wait" if len(blocking) < len(signs) else ""
-        message = f"step {last.step + 1} stands for {last.seconds:.0f} s: rank {names}"
+        if self._silent or not heartbeats or not all(h.hangs for h in heartbeats):
+            return messages, is_new
+        last = min(heartbeats, key=lambda heartbeat: heartbeat.moves)
+        if last.moves == self._reported_moves:
+            return messages, is_new
+        self._reported_moves = last.moves
+        # All ranks wait for the ranks that are behind, or among these for a rank that computes.
+        last_ranks = {rank: h for rank, h in enumerate(heartbeats) if h.moves == last.moves}
+        blocking = {rank: h for rank, h in last_ranks.items() if not h.waits} or last_ranks
+        names = ", ".join(f"{rank} ({h.host})" for rank, h in blocking.items())
+        others = "; the others wait" if len(blocking) < len(heartbeats) else ""
+        message = f"step {last.step + 1} hangs for {last.seconds:.0f} s: rank {names}"
         return [*messages, f"{message} in {last.phase}{others}"], True
 
 
 class Watchdog:
-    """Thread that sends a rank's signs of life; on rank 0 it also watches all, rank 1 watches rank
-    0.
+    """Thread that sends a rank's heartbeats; rank 0 watches all ranks, and rank 1 watches rank 0.
 
-    On a hang every rank that can writes the stacks of its threads and its last collective calls to
-    `hang/step_N` in `folder`, through rank 0.
+    On a hang rank 0 collects the stacks of all ranks that answer, with their last collective calls,
+    in `step_N` of `folder`.
 
     Args:
-        patience: seconds without a sign or a move after which a rank is named; None disables it.
-        say: receives the messages.
+        timeout: seconds without a heartbeat or a move after which a rank is reported.
+        report: receives rank 0's messages; other ranks print theirs.
     """
 
-    def __init__(self, patience: float | None, say: Callable[[str], None], folder: Path) -> None:
+    def __init__(self, timeout: float, report: Callable[[str], None], folder: Path) -> None:
         self.step = 0
-        self._patience, self._folder, self._hang_folder = patience, folder, folder
+        self._timeout, self._folder, self._hang_folder = timeout, folder, folder
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
-        self._say = say if self._rank == 0 else lambda text: print(text, file=sys.stderr)
+        self._report = report if self._rank == 0 else lambda text: print(text, file=sys.stderr)
         self._phase, self._moves, self._entered = "start", 0, time.perf_counter()
         self._longest: dict[str, float] = {}
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
         self._requests, self._missing = 0, set[int]()  # hangs so far, and ranks without stacks yet
 
     def enter(self, phase: str) -> None:
-        """Note that this rank goes over to a phase, such as data, forward, update or save."""
+        """Record that this rank enters a phase, such as data, forward, update or save."""
         now = time.perf_counter()
         spent = now - self._entered
         self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), spent)
         self._phase, self._entered, self._moves = phase, now, self._moves + 1
 
     def __enter__(self) -> Watchdog:
-        if self._patience is not None:
-            # Signs go through the process group's store, also during collective calls.
-            arguments = distributed.clone_store(), self._patience
-            self._thread = threading.Thread(
-                target=self._run, args=arguments, name="watchdog", daemon=True
-            )
-            self._thread.start()
+        # Heartbeats go through the process group's store, also during collective calls.
+        store = distributed.clone_store()
+        self._thread = threading.Thread(None, self._run, "watchdog", (store,), daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._phase = "end"
         self._over.set()
-        if self._thread is not None:
-            # The store may be gone.
-            self._thread.join(timeout=1.0)
+        self._thread.join(timeout=1.0)  # it may wait for a store that is gone
 
-    def _run(self, store: Any, patience: float) -> None:
-        detector, number, is_over = HangDetector(patience), 0, False
+    def _run(self, store: Any) -> None:
+        detector, number, is_over = HangDetector(self._timeout), 0, False
         while not is_over:
             is_over, number = self._over.is_set(), number + 1
             try:
-                signs = self._exchange(store, number, patience)
-                messages, hangs = detector.update(signs, time.monotonic())
+                heartbeats = self._exchange(store, number)
+                messages, is_new = detector.update(heartbeats, time.monotonic())
                 for message in messages:
-                    self._say(message)
+                    self._report(message)
                 if self._rank == 0:
-                    self._collect(store, hangs)
+                    self._collect_stacks(store, is_new)
             except RuntimeError:  # the store is gone, and so is rank 0 or its launcher
                 return
-            self._over.wait(patience / 6)
+            self._over.wait(self._timeout / 6)
 
-    def _exchange(self, store: Any, number: int, patience: float) -> list[Sign]:
-        """Send a sign, with stacks on request; return signs of the watched ranks."""
+    def _exchange(self, store: Any, number: int) -> list[Heartbeat]:
+        """Send a heartbeat, and stacks on request; return the heartbeats of watched ranks."""
         seconds, longest = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
-        stands = self._phase not in _PATIENT and seconds > max(patience, _UNUSUAL * longest)
-        state = self.step, self._moves, self._phase, seconds, stands, distributed.in_collective()
-        sign = Sign(number, this_host(), *state)
+        limit = max(self._timeout, _HANG_FACTOR * longest)
+        hangs = self._phase not in _UNLIMITED and seconds > limit
+        state = self.step, self._moves, self._phase, seconds, hangs, distributed.in_collective()
+        heartbeat = Heartbeat(number, socket.gethostname(), *state)
         if store is None:
-            return [sign]
+            return [heartbeat]
         # A stopped store never answers, and calls to it have no timeout.
-        silence = f"the store of the ranks, at rank 0 or its launcher, is silent for {patience:g} s"
-        alarm = threading.Timer(patience, self._say, [silence])
+        message = f"the store at rank 0 or its launcher is silent for {self._timeout:g} s"
+        alarm = threading.Timer(self._timeout, self._report, [message])
         if self._rank == 1:
             alarm.start()
         try:
-            store.set(f"sign/{self._rank}", json.dumps(sign))
-            if self._rank > 0 and store.check([f"asked/{self._requests + 1}"]):
+            store.set(f"heartbeat/{self._rank}", json.dumps(heartbeat))
+            if self._rank > 0 and store.check([f"request/{self._requests + 1}"]):
                 self._requests += 1
                 store.set(f"stacks/{self._requests}/{self._rank}", stacks())
-            watched = {0: self._ranks, 1: 1}.get(self._rank, 0)
-            keys = [f"sign/{rank}" for rank in range(watched)]
-            if not keys or not store.check(keys):  # not all have begun
+            watched_ranks = {0: self._ranks, 1: 1}.get(self._rank, 0)
+            keys = [f"heartbeat/{rank}" for rank in range(watched_ranks)]
+            if not keys or not store.check(keys):  # not all ranks have started
                 return []
-            return [Sign(*json.loads(text)) for text in store.multi_get(keys)]
+            return [Heartbeat(*json.loads(text)) for text in store.multi_get(keys)]
         finally:
             alarm.cancel()
 
-    def _collect(self, store: Any, hangs: bool) -> None:
-        """Request stacks of all ranks if a step hangs, and write those that have arrived."""
-        if hangs:
+    def _collect_stacks(self, store: Any, is_new: bool) -> None:
+        """Request the stacks of all ranks for a new hang; write the stacks that have arrived."""
+        if is_new:
             self._requests, self._missing = self._requests + 1, set(range(1, self._ranks))
             self._hang_folder = self._folder / f"step_{self.step}"
             self._hang_folder.mkdir(parents=True, exist_ok=True)
             write_text(self._hang_folder / "rank_0.txt", stacks())
             if store is not None:
-                store.set(f"asked/{self._requests}", "")
-            self._say(f"stacks and last collective calls of each rank: {self._hang_folder}")
+                store.set(f"request/{self._requests}", "")
+            self._report(f"stacks and last collective calls of each rank: {self._hang_folder}")
         for rank in sorted(self._missing):
             if store.check([key := f"stacks/{self._requests}/{rank}"]):
                 write_text(self._hang_folder / f"rank_{rank}.txt", store.get(key).decode())

@@ -18,7 +18,8 @@ def config(**training):
 def select(chosen):
     task = nn.Linear(1, 1)
     task.metric = "accuracy"
-    return finetune.select(chosen, task, SimpleNamespace(batches_in_epoch=lambda epoch: 4))
+    data = SimpleNamespace(batches_in_epoch=lambda epoch: 4)
+    return finetune.build_validation(chosen, task, data)
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_all_items_are_tried_where_the_first_ones_have_no_truth(limits):
     assert select(config(metric="contradiction")) is not None
     assert limits == [16, None]
     limits.clear()
-    with pytest.raises(ConfigError, match="no figure 'nonsense'; there are accuracy, contra"):
+    with pytest.raises(ConfigError, match="no metric 'nonsense'; choose one of accuracy, contra"):
         select(config(metric="nonsense"))
     assert limits == [16, None]
 

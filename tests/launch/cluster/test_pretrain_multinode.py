@@ -127,7 +127,7 @@ LINKS = ("vlp0", "vlp1")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 CUT_STEPS = 60
 CUT_LENGTH = (f"training.steps={CUT_STEPS}", "training.keep_last=100")
-LATE = "waited for another one longer than training.timeout"
+LATE = "waited for another rank longer than training.timeout"
 
 
 def ip(*words):
@@ -236,7 +236,7 @@ def test_a_stopped_rank_is_named_and_the_others_say_where_they_wait(lab):
 
         # The store is rank 0's own here.
         os.kill(pid[0], signal.SIGSTOP)
-        until(lambda: "the store of the ranks, at rank 0" in said(1))
+        until(lambda: "the store at rank 0" in said(1))
         os.kill(pid[0], signal.SIGCONT)
         steps = lab.steps("silent")
         until(lambda: lab.steps("silent") > steps + 2, 60)

@@ -7,15 +7,10 @@ from PIL import Image
 from tests_support import tiny_text
 
 import vlp
-from launch import from_albef
+from launch.cli.main import main
 from vlp.models.pretrained.albef import MEAN, STD, albef_config, load_albef
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.task import start_parts
-
-
-@pytest.fixture(scope="module")
-def command():
-    return from_albef
 
 
 @pytest.fixture
@@ -30,14 +25,15 @@ def files(tmp_path):
 def arguments(folder, *more):
     options = {"checkpoint": "tiny.pth", "vocabulary": "vocabulary", "out": "model"}
     return [
+        "convert-albef",
         *(word for key, name in options.items() for word in (f"--{key}", str(folder / name))),
         *more,
     ]
 
 
-def test_the_folder_scores_as_the_checkpoint_does(command, files, capsys):
+def test_the_folder_scores_as_the_checkpoint_does(files, capsys):
     folder, state = files
-    assert command.main(arguments(folder)) == 0
+    assert main(arguments(folder)) == 0
     printed = capsys.readouterr().out
     assert printed.count("tiny.pth: ") == 1
     assert re.search(r"/model: [\d,]+ parameters\n$", printed)
@@ -58,19 +54,19 @@ def test_the_folder_scores_as_the_checkpoint_does(command, files, capsys):
     assert torch.equal(*odds)
 
 
-def test_fine_tuning_starts_from_the_folder_without_further_settings(command, files):
+def test_fine_tuning_starts_from_the_folder_without_further_settings(files):
     folder, _ = files
-    assert command.main(arguments(folder)) == 0
+    assert main(arguments(folder)) == 0
     parts, _ = start_parts(str(folder / "model"), {"image": {"image_size": 24}})
     assert (parts.preprocess.mean, parts.preprocess.std) == (MEAN, STD)
     assert parts.model.config.image.statistics == (MEAN, STD)
 
 
-def test_wrong_input_is_explained(command, files, capsys):
+def test_wrong_input_is_explained(files, capsys):
     folder, _ = files
 
     def refused(*more):
-        assert command.main(arguments(folder, *more)) == 2
+        assert main(arguments(folder, *more)) == 2
         return capsys.readouterr().err
 
     assert "the command line: unknown key 'cross.mode'" in refused("cross.mode=bias")
@@ -82,5 +78,5 @@ def test_wrong_input_is_explained(command, files, capsys):
         refused("--checkpoint", str(folder / "other.pth")),
     )
     assert not (folder / "model").exists()
-    assert command.main(arguments(folder)) == 0
+    assert main(arguments(folder)) == 0
     assert "already holds a model" in refused()

@@ -9,7 +9,7 @@ from evaluation.downstream import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval
-from launch.finetune import build_task, select
+from launch.finetune import build_task, build_validation
 from vlp.config import ConfigError, validate
 from vlp.models.folder import from_pretrained, save_pretrained
 from vlp.scenes.annotation import annotation
@@ -85,7 +85,7 @@ def test_each_is_judged_by_its_own_evaluation(shards, tmp_path):
         else:
             direct = evaluate_retrieval(task.loaded, [shards], **how, options=options)
             assert metrics["mean"] == direct.mean("rerank").value
-        select(config, task, data).validate(progress := Progress(), dict)
+        build_validation(config, task, data).validate(progress := Progress(), dict)
         assert progress.best == metrics["pointing" if kind == "grounding" else "mean"]
 
 
@@ -94,7 +94,7 @@ def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(s
     parts = {"engine": "zero3"}
     sharded = config.model_copy(update={"training": config.training.model_copy(update=parts)})
     task, data = build_task(sharded)
-    selection = select(sharded, task, data)
+    selection = build_validation(sharded, task, data)
     selection.validate(before := Progress(), lambda: dict(task.named_parameters()))
     torch.manual_seed(3)
     moved = {name: torch.randn_like(value) for name, value in task.named_parameters()}

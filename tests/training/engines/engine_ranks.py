@@ -13,12 +13,20 @@ import torch
 from training_toy import TOKENS, PlainEngine, ToyTask, toy_batch, toy_config
 
 from vlp import distributed
+from vlp.io import write_tensors
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.engines.deepspeed import DeepSpeedEngine
-from vlp.training.engines.engine import write_snapshot
 from vlp.training.engines.environment import prepare_environment, start_deepspeed
 
 FOLDER = Path(sys.argv[1])
+
+
+def write_snapshot(engine, folder):
+    for file, tensors in engine.snapshot().items():
+        if engine.rank == 0:
+            write_tensors(folder / file, tensors)
+
+
 SAVED_AFTER, POISONED, STEPS = 3, 4, 8
 # Stage 3 twice: with every parameter cut up between uses, and with small ones kept whole.
 KINDS = {"0": 0, "1": 1, "2": 2, "3": 3, "3-whole": 3}

@@ -17,8 +17,7 @@ from vlp.training.engines.compile import (
     block_stacks,
     checkpoint_activations,
     compile_task,
-    transformer_blocks,
-    uncompiled,
+    force_eager,
 )
 from vlp.training.engines.ddp import DdpEngine
 
@@ -108,7 +107,7 @@ def test_graphs_are_few_whole_and_of_all_lengths(how, graphs, counters):
     found = counters["stats"]["unique_graphs"]
     assert known <= found <= known + 2  # whatever the length of the captions
     assert list(task.state_dict()) == list(plain.state_dict())
-    with uncompiled():
+    with force_eager():
         task(random_batch(config.inputs, 3, 2), 1)  # batches of a validation have other sizes
     assert counters["stats"]["unique_graphs"] == found
 
@@ -139,7 +138,7 @@ def test_sizes_that_change_become_symbols(counters):
 
 def test_blocks_of_a_task_are_those_of_its_encoders():
     task = task_of(configuration(layers=2))
-    kinds = [type(block).__name__ for block in transformer_blocks(task)]
+    kinds = [type(block).__name__ for stack in block_stacks(task) for block in stack]
     assert kinds == ["PostNormLayer"] * 2 + ["Block"] * 2 + ["CrossLayer"] * 2
 
 

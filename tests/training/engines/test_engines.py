@@ -87,7 +87,7 @@ def test_ranks_must_divide_the_batch(tmp_path):
 
 
 def test_the_scale_moves_as_that_of_gradscaler(monkeypatch):
-    monkeypatch.setattr(module, "INTERVAL", 3)
+    monkeypatch.setattr(module, "GROWTH_INTERVAL", 3)
     reference = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
     weight = torch.nn.Parameter(torch.zeros(()))
     optimiser = torch.optim.SGD([weight])
@@ -123,7 +123,7 @@ def test_other_precisions_have_no_scale(precision):
 @pytest.fixture
 def start(monkeypatch):
     """A first scale with which no gradient of the toy overflows, however a CPU sums float16."""
-    monkeypatch.setattr(module, "FIRST_SCALE", 2.0**10)
+    monkeypatch.setattr(module, "INITIAL_SCALE", 2.0**10)
     return 2.0**10
 
 

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -15,34 +16,37 @@ from torch.utils.checkpoint import checkpoint
 
 from vlp.compilation import compile_regions
 from vlp.config import ConfigError
+from vlp.models.cross_encoder import CrossEncoder
+from vlp.models.image_encoder import ImageEncoder
+from vlp.models.text_encoder import TextEncoder
+from vlp.models.vlp import VLPModel
 from vlp.positions import PositionEncoding
 from vlp.tasks.task import Task
 from vlp.training.config import Compile
 
 Backend = str | Callable[..., Any]
 
-# Graphs of one block that the compiler may keep (its default is 8). Layout `ace` has 12 of a
-# cross-modal layer: two steps of two streams, for pairs of the batch, for image-text matching, and
-# for the teacher without gradients.
-FORMS = 32
-
+# Graphs of one function that the compiler may keep (its default is 8). A cross-modal layer of
+# layout `ace` has 12: two attentions of two streams, each for pairs of the batch, for image-text
+# matching, and for the teacher without gradients.
+MAX_GRAPHS = 32
 
 # Options of Inductor.
 FEW_LAUNCHES = {
-    "combo_kernels": True,  # kernels that do not depend on each other run in one launch
-    "triton.mix_order_reduction": False,  # its last sums are launches of their own
+    "combo_kernels": True,  # independent kernels run in one launch
+    "triton.mix_order_reduction": False,  # its final sums are separate launches
 }
 # Options for blocks: row and column sums are separate kernels. A joint kernel has one block size,
 # which suits one of them: 78 of 202 ms of kernels of base, 64 pairs, on an H200. Encoder graphs,
 # which minimise launches, keep joint kernels.
 SEPARATE_REDUCTIONS = {"combo_kernels_pointwise_only": True}
-# Share of the activations that a compiled graph keeps at most. Anything below 1 lets the backward
-# pass compute again what costs next to nothing, as GELU: base, 32 pairs, blocks: 10.2 GiB for 14.4.
+# Maximum share of activations that a compiled graph keeps. A value below 1 lets the backward pass
+# recompute cheap operations such as GELU: 10.2 GiB instead of 14.4 for base, 32 pairs, blocks.
 MEMORY_BUDGET = 0.99
 
 
 def require_compiler(mode: str) -> None:
-    """Require the C++ compiler that Inductor and Triton call."""
+    """Require the C++ compiler that Inductor and Triton need."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -54,10 +58,17 @@ def require_compiler(mode: str) -> None:
         ) from error
 
 
+def resolve_compile(mode: Compile, device: torch.device) -> Compile:
+    """Return `mode`, or for "auto" the mode of a device."""
+    if mode == "auto":
+        return "blocks" if device.type == "cuda" else "none"
+    return mode
+
+
 def compile_task(
     task: nn.Module, mode: Compile, device: torch.device, backend: Backend = "inductor"
 ) -> None:
-    """Compile a task and its teacher in place, so that names in checkpoints stay.
+    """Compile a task and its teacher in place, so that parameter names stay the same.
 
     Args:
         mode: `blocks` compiles each transformer block (one graph for the blocks of a tower); `step`
@@ -66,13 +77,11 @@ def compile_task(
             `none`.
         backend: of `torch.compile`.
     """
-    if mode == "auto":
-        mode = "blocks" if device.type == "cuda" else "none"
-    if mode == "none":
+    if (mode := resolve_compile(mode, device)) == "none":
         compile_regions(None)
         return
     require_compiler(mode)
-    # A second or two, which uncompiled runs save.
+    # Imported here, as both take a second or two.
     import torch._dynamo
     import torch._functorch.config
 
@@ -80,60 +89,40 @@ def compile_task(
     if backend == "inductor":
         options["options"] = FEW_LAUNCHES | (SEPARATE_REDUCTIONS if mode == "blocks" else {})
         torch._functorch.config.activation_memory_budget = MEMORY_BUDGET
-    torch._dynamo.config.recompile_limit = max(FORMS, torch._dynamo.config.recompile_limit)
-    # Graphs are small enough for gradients to travel while the next one runs backwards.
+    torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
+    # DDP reduces the gradients of one graph while the next runs: no need to split graphs for it.
     torch._dynamo.config.optimize_ddp = False
     networks, dynamic = [task], None
     if isinstance(task, Task):
         task.is_compiled, networks = True, task.networks()
-        # Else a changing size becomes a symbol, and a block compiles at most twice for it.
+        # None: a size that changes becomes symbolic when it first does, at the cost of one graph.
         dynamic = False if task.static_shapes else None
     compile_regions(options)
     for network in networks:
         encoders = list(_encoders(network)) if mode == "step" else []
         for encoder in encoders:
             encoder.compile(fullgraph=True, dynamic=dynamic, **options)
-        for model in _models(network) if mode == "step" else ():
+        models = (module for module in network.modules() if isinstance(module, VLPModel))
+        for model in models if mode == "step" else ():
             for name in ("encode_image", "encode_text", "cross"):
                 method = getattr(model, name)
                 compiled = torch.compile(method, fullgraph=True, dynamic=dynamic, **options)
                 setattr(model, name, compiled)
         compiled_ids = {id(part) for encoder in encoders for part in encoder.modules()}
-        for block in transformer_blocks(network):
+        for block in chain.from_iterable(block_stacks(network)):
             if id(block) not in compiled_ids:
                 block.compile(dynamic=dynamic, **options)
 
 
-def uncompiled() -> AbstractContextManager[object]:
-    """Return a context in which compiled modules run as they are written."""
-    # For validations, as every size of their batches would be compiled anew.
+def force_eager() -> AbstractContextManager[object]:
+    """Return a context in which compiled modules run eagerly."""
+    # For validations: each new batch size would be compiled.
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
-def transformer_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of lists of equal modules that have norms and linear layers."""
-    for child in network.children():
-        members = list(child.children())
-        if isinstance(child, nn.ModuleList | nn.Sequential) and _are_blocks(members):
-            yield from members
-        else:
-            yield from transformer_blocks(child)
-
-
-def _are_blocks(members: list[nn.Module]) -> bool:
-    if len({type(member) for member in members}) != 1:
-        return False
-    parts = list(members[0].modules())
-    return all(any(isinstance(part, kind) for part in parts) for kind in (nn.Linear, nn.LayerNorm))
-
-
 def _encoders(network: nn.Module) -> Iterator[nn.Module]:
-    from vlp.models.cross_encoder import CrossEncoder
-    from vlp.models.image_encoder import ImageEncoder
-    from vlp.models.text_encoder import TextEncoder
-
     for module in network.modules():
         if isinstance(module, TextEncoder) and module.length_groups > 1:
             raise ConfigError(
@@ -144,33 +133,29 @@ def _encoders(network: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _models(network: nn.Module) -> Iterator[nn.Module]:
-    from vlp.models.vlp import VLPModel
-
-    return (module for module in network.modules() if isinstance(module, VLPModel))
-
-
 def block_stacks(module: nn.Module) -> list[list[nn.Module]]:
-    """Collect the innermost lists of transformer blocks, in module order.
+    """Return the innermost lists of transformer blocks, in module order.
 
-    Blocks are several modules of one class with at least two linear layers.
+    Blocks are modules of one class with at least two linear layers each, and no position encodings.
     """
     inner_stacks = [stack for child in module.children() for stack in block_stacks(child)]
     if inner_stacks or not isinstance(module, nn.ModuleList | nn.Sequential):
         return inner_stacks
     blocks = list(module)
     is_uniform = len({type(block) for block in blocks}) == 1
-    return [blocks] if is_uniform and all(_is_block(block) for block in blocks) else []
+    return [blocks] if is_uniform and all(map(_is_block, blocks)) else []
 
 
 def _is_block(module: nn.Module) -> bool:
-    parts = list(module.modules())
-    linear = sum(isinstance(part, nn.Linear) for part in parts)
-    return linear > 1 and not isinstance(module, PositionEncoding)
+    linear_layers = sum(isinstance(part, nn.Linear) for part in module.modules())
+    return linear_layers > 1 and not isinstance(module, PositionEncoding)
 
 
 def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] | int) -> None:
-    """Recompute blocks in the backward pass from their inputs (Chen et al., arXiv 1604.06174)."""
+    """Recompute blocks in the backward pass from their inputs (Chen et al., arXiv 1604.06174).
+
+    blocks: "blocks" for all, or the number of lowest blocks of each encoder.
+    """
     if blocks == "none":
         return
     stacks = block_stacks(module)
@@ -180,9 +165,10 @@ def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] 
     for block in selection:
         if any(isinstance(part, _BatchNorm) for part in block.modules()):
             raise ConfigError(
-                "training.activation_checkpointing: a batch norm would count every batch twice"
+                "training.activation_checkpointing: a batch norm would count every batch twice; "
+                "set none"
             )
-        # Not the call itself: hooks that gather a block's weights stay outside of it. Dropout,
+        # `forward` alone, as hooks that gather a block's weights must run outside of it. Dropout,
         # losses and gradients keep every bit.
         block.forward = functools.wraps(block.forward)(
             functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlp import distributed
 from vlp.data.stream.batch import Slots
-from vlp.distributed import broadcast_tensors
 from vlp.tasks.task import StepOutput
 from vlp.training.config import TrainingConfig
 from vlp.training.engines.engine import (
@@ -23,6 +22,7 @@ from vlp.training.engines.engine import (
     WEIGHTS,
     LossScale,
     Update,
+    read_tensors,
     saved_buffers,
 )
 from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, set_learning_rate
@@ -34,7 +34,6 @@ class DdpEngine:
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         self.rank = distributed.rank()
         self.world_size = distributed.world_size()
-        config.require_equal_shares(self.world_size)
         self.device = distributed.default_device()
         self.module = task.to(self.device)
         self._clip = config.optimiser.clip
@@ -53,18 +52,18 @@ class DdpEngine:
         wrapped = DistributedDataParallel(
             task,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            # Heads leave parts of a pretrained model unused (its projections, say), and every rank
-            # keeps buffers by itself: the loop puts them back after a skipped step.
+            # Heads leave parts of a pretrained model unused, such as its projections.
             find_unused_parameters=True,
+            # The loop restores each rank's buffers after a skipped step.
             broadcast_buffers=False,
         )
         if reduce_in_bf16:
             wrapped.register_comm_hook(None, bf16_compress_hook)
 
         def forward(batch: Slots, step: int) -> StepOutput:
-            # Gradients are reduced during the backward pass of the last micro-step alone.
-            last = self._micro_step == self._micro_steps
-            with nullcontext() if last else wrapped.no_sync():
+            # Gradients are reduced only in the backward pass of the last micro-step.
+            is_last = self._micro_step == self._micro_steps
+            with nullcontext() if is_last else wrapped.no_sync():
                 output: StepOutput = wrapped(batch, step)
             return output
 
@@ -77,13 +76,13 @@ class DdpEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
-        # On this thread: a thread of the GPU's own takes Python's lock anew for each hook and
-        # kernel written in Python, a tenth of a step's host time.
+        # On this thread: autograd's thread of the GPU acquires the GIL for each Python hook and
+        # kernel, which takes a tenth of a step's host time.
         with torch.autograd.set_multithreading_enabled(False):
             (loss / self._micro_steps * self._scale.value).backward()
 
     def step(self, learning_rate: float) -> Update:
-        """Clip and apply AdamW once, unless a gradient is not finite (the loss scale may fall)."""
+        """Clip gradients, apply AdamW unless a gradient is not finite, and clear the gradients."""
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
         if self._adamw.defaults["fused"] and not self._scale.enabled:
@@ -101,11 +100,11 @@ class DdpEngine:
         )
 
     def _step_on_device(self) -> Update:
-        """Clip and apply AdamW where the gradients are finite, without waiting for the device."""
+        """Take a step as `step` does, without waiting for the device."""
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
         # Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
-        # `grad_scale`, and changes nothing where `found_inf` is 1.
+        # `grad_scale`, and skips the update if `found_inf` is 1.
         adamw: Any = self._adamw
         adamw.found_inf = applied.logical_not().float()
         if self._clip is not None:
@@ -135,21 +134,16 @@ class DdpEngine:
         """Restore the files of `snapshot` on any number of ranks; KeyError for another model."""
         # Files have the form of the DeepSpeed engine's: full-size float32 tensors by name.
         for file, tensors in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
-            missing = set(tensors)
-            for name, value in broadcast_tensors(None if folder is None else folder / file):
+            for name, value in read_tensors(folder, file, tensors):
                 if name == LOSS_SCALE:
                     self._scale.load(value)
-                    continue
-                missing.remove(name)
-                tensors[name].copy_(value)
-            if missing:
-                raise KeyError(f"the checkpoint lacks {sorted(missing)}")
-            if file == OPTIMISER:
-                for state in self._adamw.state.values():
-                    state[STEP].copy_(tensors[STEP])
+                else:
+                    tensors[name].copy_(value)
+        for state in self._adamw.state.values():
+            state[STEP].copy_(tensors[STEP])
 
     def _state(self) -> dict[str, Tensor]:
-        """Return parameters, each by one name, and saved buffers."""
+        """Return parameters, of tied weights one name alone, and saved buffers."""
         return {**self.parameters(), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:
@@ -159,5 +153,5 @@ class DdpEngine:
             for moment in MOMENTS
             for name, state in states.items()
         }
-        # AdamW passes over parameters that a head leaves unused; their count stays behind.
+        # AdamW skips parameters without a gradient, whose own step count is then smaller.
         return moments | {STEP: torch.stack([state[STEP] for state in states.values()]).max()}

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0-3 as an `Engine`; the YAML configures training, a JSON file ZeRO."""
+"""DeepSpeed ZeRO 0-3 as an `Engine`; the YAML file configures training, a JSON file ZeRO."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.stream.batch import Slots
-from vlp.distributed import broadcast_tensors, host_copy
+from vlp.distributed import host_copy
 from vlp.io import parse_json
 from vlp.tasks.task import StepOutput
 from vlp.training.config import TrainingConfig
@@ -25,13 +25,14 @@ from vlp.training.engines.engine import (
     WEIGHTS,
     LossScale,
     Update,
+    read_tensors,
     saved_buffers,
 )
 from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, set_learning_rate
 
 
 def deepspeed_file(name: str) -> Path:
-    """Return the JSON file of `training.engine`: a path, or one of configs/deepspeed."""
+    """Return the JSON file of `training.engine`: a path, or a name in configs/deepspeed."""
     if name.endswith(".json") or "/" in name:
         path = Path(name)
         if not path.is_file():
@@ -46,7 +47,7 @@ def deepspeed_file(name: str) -> Path:
 
 
 def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
-    """Merge the YAML's batch, accumulation and clipping with the JSON's ZeRO settings."""
+    """Return DeepSpeed's settings: batch and clipping of the YAML file, ZeRO of the JSON file."""
     assert config.deepspeed is not None
     path = deepspeed_file(config.deepspeed)
     try:
@@ -72,14 +73,14 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
         "train_batch_size": config.batch * config.gradient_accumulation_steps,
         "train_micro_batch_size_per_gpu": config.batch // world_size,
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        # Stage 0 is clipped by our engine, with the formula that the other stages use.
+        # At stage 0 the engine clips, by DeepSpeed's formula for the other stages.
         "gradient_clipping": 0.0 if clip is None or zero["stage"] == 0 else clip,
         "steps_per_print": None,
     }
 
 
 def shards_parameters(training: TrainingConfig) -> bool:
-    """Return whether ranks hold parts of the parameters, as ZeRO-3 has it."""
+    """Return whether each rank holds a part of the parameters alone (ZeRO-3)."""
     if training.deepspeed is None:
         return False
     settings = deepspeed_config(training, distributed.world_size())
@@ -87,11 +88,11 @@ def shards_parameters(training: TrainingConfig) -> bool:
 
 
 @contextmanager
-def _scalars_pass(task: nn.Module, stage: int) -> Iterator[None]:
+def _broadcast_scalars(task: nn.Module, stage: int) -> Iterator[None]:
     """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures)."""
-    # It broadcasts parameters as bytes, which PyTorch cannot view a scalar as. So scalars are
-    # broadcast here; stages 0-2 then skip parameters marked as differing between ranks, and stage
-    # 3, without such a mark, gets a one-element vector and restores the shape when gathering.
+    # DeepSpeed broadcasts parameters as bytes, and PyTorch cannot view a scalar as bytes. Scalars
+    # are broadcast here instead: stages 0-2 skip parameters that are marked as differing between
+    # ranks; stage 3 has no such mark and gets vectors of one element.
     scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
     for parameter in scalars:
         parameter.data.copy_(distributed.tensor_from_rank_0(parameter.detach().cpu()))
@@ -116,6 +117,8 @@ class DeepSpeedEngine:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
+        self._utils: Any = deepspeed.utils
+        self._gather: Any = deepspeed.zero.GatheredParameters
         self.rank = distributed.rank()
         self.world_size = distributed.world_size()
         settings = deepspeed_config(config, self.world_size)
@@ -127,7 +130,7 @@ class DeepSpeedEngine:
         # Names and full shapes, before stage 3 empties the parameters.
         self._trainable = {n: p for n, p in task.named_parameters() if p.requires_grad}
         self._frozen = {n: p for n, p in task.named_parameters() if not p.requires_grad}
-        with _scalars_pass(task, self.stage):
+        with _broadcast_scalars(task, self.stage):
             self._deepspeed, *_ = deepspeed.initialize(
                 model=task, optimizer=self._adamw, config=settings, dist_init_required=False
             )
@@ -151,7 +154,7 @@ class DeepSpeedEngine:
             self._deepspeed.step()
 
     def step(self, learning_rate: float) -> Update:
-        """Clip and apply AdamW once; nothing changes when a gradient is not finite."""
+        """Clip gradients, apply AdamW unless a gradient is not finite, and clear the gradients."""
         set_learning_rate(self._adamw, learning_rate)
         if self.stage == 0:
             norm = self._clip_gradients()
@@ -168,9 +171,7 @@ class DeepSpeedEngine:
         parameters = self._frozen | self._trainable
         if self.stage < 3:
             return {name: parameter.detach() for name, parameter in parameters.items()}
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        with self._gather(list(parameters.values())):
             return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -184,8 +185,8 @@ class DeepSpeedEngine:
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
-        # DeepSpeed refuses its own checkpoints on another number of ranks. Tensors of full size, in
-        # float32, fit any number of ranks and any ZeRO stage, bit for bit.
+        # DeepSpeed's own checkpoints require the same number of ranks. Full-size float32 tensors
+        # fit any number of ranks and any ZeRO stage, bit for bit.
         weights = self.state_dict()
         moments: dict[str, Tensor] = {}
         for moment in MOMENTS:
@@ -201,32 +202,26 @@ class DeepSpeedEngine:
     def load(self, folder: Path | None) -> None:
         """Restore the files of `snapshot` on any ranks and stage; KeyError for another model."""
         parameters, buffers = self._frozen | self._trainable, saved_buffers(self.module)
-        missing = parameters.keys() | buffers.keys()
-        for name, value in broadcast_tensors(None if folder is None else folder / WEIGHTS):
-            missing.remove(name)
+        for name, value in read_tensors(folder, WEIGHTS, parameters.keys() | buffers.keys()):
             if name in buffers:
                 buffers[name].copy_(value)
             else:
                 self._write_parameter(parameters[name], value.to(self.device))
-        missing |= {f"{moment}.{name}" for moment in MOMENTS for name in self._trainable} | {STEP}
-        for name, value in broadcast_tensors(None if folder is None else folder / OPTIMISER):
+        moments = [f"{moment}.{name}" for moment in MOMENTS for name in self._trainable]
+        for name, value in read_tensors(folder, OPTIMISER, [*moments, STEP]):
             if name == LOSS_SCALE:
                 self._scale.load(value)
-                continue
-            missing.remove(name)
-            if name == STEP:
+            elif name == STEP:
                 for state in self._adamw.state.values():
                     state[STEP].copy_(value)
-                continue
-            moment, _, parameter = name.partition(".")
-            self._write_moment(self._trainable[parameter], moment, value.to(self.device))
-        if missing:
-            raise KeyError(f"the checkpoint lacks {sorted(missing)}")
+            else:
+                moment, _, parameter = name.partition(".")
+                self._write_moment(self._trainable[parameter], moment, value.to(self.device))
 
-    # What follows is the only place that knows where DeepSpeed keeps its partitions.
+    # Only the following methods depend on where DeepSpeed keeps its partitions.
 
     def _create_moments(self) -> None:
-        """Create zero moments at once, so that loading need not wait for a first step."""
+        """Create zero moments, so that a checkpoint can be loaded before the first step."""
         create_moments(self._adamw, self._flat_parameters())
         if self.stage in (1, 2):
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -244,56 +239,45 @@ class DeepSpeedEngine:
     def _read_parameter(self, parameter: nn.Parameter) -> Tensor:
         if self.stage < 3:
             return parameter.detach()
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with self._gather([parameter]):
             return parameter.detach().clone()
 
     def _read_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         if self.stage == 0:
             return self._adamw.state[parameter][moment]
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        return safe_get_full_optimizer_state(parameter, moment)
+        return self._utils.safe_get_full_optimizer_state(parameter, moment)
 
     def _write_parameter(self, parameter: nn.Parameter, value: Tensor) -> None:
         if self.stage < 3:
             parameter.data.copy_(value)
             if self.stage > 0 and parameter.requires_grad:
-                from deepspeed.utils import safe_set_full_fp32_param
-
-                safe_set_full_fp32_param(parameter, value)
+                self._utils.safe_set_full_fp32_param(parameter, value)
             return
         sharded: Any = parameter
         sharded.ds_tensor.data.copy_(self._partition(parameter, value))
         if parameter.shape == value.shape:  # a small parameter that stays gathered
             parameter.data.copy_(value)
         if parameter.requires_grad:
-            from deepspeed.utils import safe_set_local_fp32_param
-
-            safe_set_local_fp32_param(parameter, self._partition(parameter, value))
+            self._utils.safe_set_local_fp32_param(parameter, self._partition(parameter, value))
 
     def _write_moment(self, parameter: nn.Parameter, moment: str, value: Tensor) -> None:
         if self.stage == 0:
             self._adamw.state[parameter][moment].copy_(value)
         elif self.stage == 3:
-            from deepspeed.utils import safe_set_local_optimizer_state
-
-            safe_set_local_optimizer_state(parameter, self._partition(parameter, value), moment)
+            part = self._partition(parameter, value)
+            self._utils.safe_set_local_optimizer_state(parameter, part, moment)
         else:
-            from deepspeed.utils import safe_set_full_optimizer_state
-
-            safe_set_full_optimizer_state(parameter, value, moment)
+            self._utils.safe_set_full_optimizer_state(parameter, value, moment)
 
     def _partition(self, parameter: Any, value: Tensor) -> Tensor:
-        """Return this rank's stage-3 slice, padded with zeros to equal lengths as in DeepSpeed."""
+        """Return this rank's slice of a flattened tensor at stage 3; zeros pad the last slices."""
         length = parameter.ds_tensor.numel()
         padded = value.new_zeros(length * self.world_size)
         padded[: value.numel()] = value.flatten()
         return padded[length * self.rank : length * (self.rank + 1)]
 
     def _clip_gradients(self) -> float:
-        """Clip at stage 0, which leaves non-finite gradients to the caller; return the norm."""
+        """Unscale and clip gradients at stage 0; return their norm, inf if it is not finite."""
         gradients = [p.grad for p in self._trainable.values() if p.grad is not None]
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1 / self._scale.value)
@@ -302,7 +286,7 @@ class DeepSpeedEngine:
         value = float(norm)
         if not torch.isfinite(norm):
             for parameter in self._trainable.values():
-                parameter.grad = None  # AdamW passes over parameters without a gradient
+                parameter.grad = None  # AdamW skips parameters without a gradient
             return float("inf")
         if self._clip is not None and (value + 1e-6) / self._clip > 1.0:
             scale = 1.0 / ((norm + 1e-6) / self._clip)

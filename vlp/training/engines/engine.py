@@ -1,7 +1,8 @@
-"""Interface between the training loop and the machinery that holds the parameters."""
+"""Interface between the training loop and the engines that hold parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -9,25 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from vlp.data.stream.batch import Slots
-from vlp.io import write_tensors
+from vlp.distributed import broadcast_tensors
 from vlp.tasks.task import StepOutput
 
-# A checkpoint's files and the names in them, the same for every engine.
+# Files of a checkpoint, the same for every engine.
 WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
-# Name of the state among the optimiser's in a checkpoint.
+# Name of the loss scale's state in `OPTIMISER`.
 LOSS_SCALE = "loss_scale"
 
-FIRST_SCALE = 2.0**16
-# Applied steps in a row after which the scale doubles.
-INTERVAL = 2000
+INITIAL_SCALE = 2.0**16
+# Applied steps in a row after which the loss scale doubles.
+GROWTH_INTERVAL = 2000
 
 
 class Update(NamedTuple):
     """Outcome of one optimiser step; the same on every rank.
 
-    `gradient_norm` is the global norm before clipping, inf with a non-finite gradient; then
-    `applied` is False, nothing changed and gradients are cleared. Both are 0-d tensors while a
-    device still computes. `loss_scale` is the step's, None without loss scaling.
+    `applied` is False if a gradient is not finite: weights and optimiser state are unchanged, and
+    `gradient_norm`, the global norm before clipping, is not finite. Both are 0-d tensors while a
+    device still computes. `loss_scale` is that of the step, None without loss scaling.
     """
 
     applied: bool | Tensor
@@ -50,7 +51,7 @@ class Engine(Protocol):
         """Add the gradients of `loss` (scalar); they are averaged over ranks and micro-steps."""
 
     def step(self, learning_rate: float) -> Update:
-        """Clip, apply AdamW once after the last micro-step's `backward`, clear the gradients."""
+        """Clip gradients, apply AdamW and clear the gradients, after the last `backward`."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Return full float32 parameters by name, on each rank's device; valid until `step`."""
@@ -62,14 +63,23 @@ class Engine(Protocol):
         """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
 
     def load(self, folder: Path | None) -> None:
-        """Restore the files of `snapshot`, on any number of ranks; only rank 0 has a folder."""
+        """Restore the files of `snapshot` on any number of ranks; only rank 0 has a folder."""
 
 
-def write_snapshot(engine: Engine, folder: Path) -> None:
-    """Write the files that `Engine.load` reads; collective, and rank 0 writes."""
-    for file, tensors in engine.snapshot().items():
-        if engine.rank == 0:
-            write_tensors(folder / file, tensors)
+def read_tensors(
+    folder: Path | None, file: str, names: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of a checkpoint's file on every rank's CPU; only rank 0 has a folder.
+
+    KeyError unless the file has exactly the tensors `names`, and perhaps `LOSS_SCALE`.
+    """
+    missing = set(names)
+    for name, value in broadcast_tensors(None if folder is None else folder / file):
+        if name != LOSS_SCALE:
+            missing.remove(name)
+        yield name, value
+    if missing:
+        raise KeyError(f"the checkpoint lacks {sorted(missing)}")
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -80,38 +90,35 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class LossScale:
-    """Factor of the loss: halved by a non-finite step, doubled after `INTERVAL` others.
+    """Factor of an fp16 loss: a non-finite step halves it, `GROWTH_INTERVAL` others double it."""
 
-    It stays 1 unless `precision` is "fp16".
-    """
-
-    # The policy of `torch.amp.GradScaler`, which itself needs whole gradients (ZeRO shards them)
-    # and keeps its state on a device.
+    # The policy of `torch.amp.GradScaler`, which needs whole gradients, while ZeRO shards them, and
+    # keeps its state on a device.
 
     def __init__(self, precision: str) -> None:
         self.enabled = precision == "fp16"
-        self.value = FIRST_SCALE if self.enabled else 1.0
+        self.value = INITIAL_SCALE if self.enabled else 1.0
         self._applied = 0
 
     def update(self, applied: bool) -> float | None:
         """Count an optimiser step; return its scale, None without loss scaling."""
         if not self.enabled:
             return None
-        before = self.value
+        scale = self.value
         self._applied = self._applied + 1 if applied else 0
         if not applied:
-            self.value = max(1.0, before / 2)
-        elif self._applied == INTERVAL:
-            self.value, self._applied = before * 2, 0
-        return before
+            self.value = max(1.0, scale / 2)
+        elif self._applied == GROWTH_INTERVAL:
+            self.value, self._applied = scale * 2, 0
+        return scale
 
     def state(self) -> dict[str, Tensor]:
-        """Return scale and count as one named float64 vector; nothing when it is not enabled."""
+        """Return scale and applied steps as float64 (2,) by name; empty without loss scaling."""
         numbers = torch.tensor([self.value, self._applied], dtype=torch.float64)
         return {LOSS_SCALE: numbers} if self.enabled else {}
 
     def load(self, state: Tensor) -> None:
-        """Restore the vector of `state`, (2,); ignored at other precisions."""
+        """Restore the vector of `state`, (2,); ignore it without loss scaling."""
         if self.enabled:
             self.value, applied = state.tolist()
             self._applied = int(applied)

@@ -19,6 +19,7 @@ import torch
 from vlp import distributed
 from vlp.config import ConfigError
 from vlp.training.config import TrainingConfig
+from vlp.training.engines.compile import resolve_compile
 
 # Options of glibc.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
@@ -26,8 +27,8 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def prepare_environment() -> None:
-    """Set missing launcher variables, so that a plain `python` is rank 0 of 1."""
-    _take_slurm_ranks()
+    """Set missing variables of launchers, so that a plain `python` is rank 0 of 1."""
+    _read_slurm_ranks()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -44,14 +45,13 @@ def prepare_environment() -> None:
 
 def check_accelerate_flags(training: TrainingConfig) -> None:
     """Require that flags of `accelerate launch` agree with the configuration."""
-    # By flag: the key that is read in its place, its default, and the value that agrees.
+    compiles = resolve_compile(training.compile, distributed.default_device()) != "none"
+    micro_steps = str(training.gradient_accumulation_steps)
+    # Flag -> key that is read in its place, the flag's default, and the value that agrees.
     flags = {
         "mixed_precision": ("precision", "no", training.precision),
-        "gradient_accumulation_steps": (
-            *("gradient_accumulation_steps", "1"),
-            str(training.gradient_accumulation_steps),
-        ),
-        "dynamo_backend": ("compile", "no", "no" if training.compile == "none" else "inductor"),
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", "1", micro_steps),
+        "dynamo_backend": ("compile", "no", "inductor" if compiles else "no"),
         "use_deepspeed": ("engine", "false", "true" if training.deepspeed else "false"),
         "use_fsdp": ("engine", "false", "false"),
     }
@@ -70,8 +70,8 @@ def allow_open_files() -> int:
     return limit
 
 
-def _take_slurm_ranks() -> None:
-    """Read the ranks of `srun -n N python launch/pretrain.py` without a launcher."""
+def _read_slurm_ranks() -> None:
+    """Set the variables of launchers for `srun -n N python launch/pretrain.py`."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks == "1" or "SLURM_PROCID" not in os.environ:
         return
@@ -90,7 +90,7 @@ def _take_slurm_ranks() -> None:
 
 
 def cores_of_rank() -> int:
-    """Return this rank's share of the cores of its machine that it may use, at least 1."""
+    """Return this rank's share of the CPU cores that the process may use, at least 1."""
     local = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -99,17 +99,17 @@ def cores_of_rank() -> int:
 
 def keep_freed_memory() -> bool:
     """Let this process reuse freed memory for its next tensors; False without glibc."""
-    # glibc returns large blocks to the system, so every step would map, clear and fault them in
-    # anew. The process now stays at its peak size.
+    # glibc returns large blocks to the system, so that every step would map, clear and fault in
+    # new pages. With these options the process stays at its peak size.
     try:
         library = ctypes.CDLL(None)
-        # Other libraries have other options.
+        # Other C libraries have other options.
         if not hasattr(library, "gnu_get_libc_version"):
             return False
         set_option = library.mallopt
     except (OSError, AttributeError):
         return False
-    # Other threads' own arenas, that of the backward pass for one, hold no large blocks.
+    # One arena: arenas of other threads, such as autograd's, cannot hold large blocks.
     options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
     results = [bool(set_option(option, value)) for option, value in options.items()]
     return all(results)
@@ -123,12 +123,9 @@ def free_port() -> int:
 
 
 def is_emulated(device: torch.device, precision: str) -> bool:
-    """Return whether a CPU has no instructions for a precision, and takes ten times as long."""
-    if (
-        device.type != "cpu"
-        or precision not in ("bf16", "fp16")
-        or not torch.backends.mkldnn.is_available()
-    ):
+    """Return whether a device is a CPU without instructions for the precision: ten times slower."""
+    is_half = precision in ("bf16", "fp16")
+    if device.type != "cpu" or not is_half or not torch.backends.mkldnn.is_available():
         return False
     return not getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
 
@@ -144,8 +141,8 @@ def advise(setting: str, precision: str) -> None:
 
 
 @contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """Make `torch.compile` leave functions as they are."""
+def _without_compiler() -> Iterator[None]:
+    """Make `torch.compile` return functions unchanged within this context."""
     compile_ = torch.compile
     torch.compile = lambda model=None, **_: model or (lambda function: function)  # type: ignore[assignment]
     try:
@@ -159,14 +156,14 @@ def start_deepspeed(timeout: timedelta) -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed decorates its Muon optimiser, which nothing here uses, with `torch.compile`; that
-    # alone imports PyTorch's compiler, a second or two of every start.
-    with _compiling_nothing(), suppress(ImportError):
+    # DeepSpeed decorates its Muon optimiser, unused here, with `torch.compile`, which would import
+    # PyTorch's compiler for a second or two.
+    with _without_compiler(), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    # Before anything is placed on a device: the first one is the default on every rank.
+    # Before any tensor is on a device: the default is the first device on every rank.
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed would compile a shared-memory operation at its first start on a CPU. Only its
-    # inference calls it, and a machine that trains may have no compiler.
+    # On a CPU DeepSpeed would compile a shared-memory operation, which only inference calls; the
+    # machine may have no compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
