@@ -26,6 +26,7 @@ Intermediate = Annotated[
 ]
 Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
+# Positions of both streams that are no names of `list_positions`.
 SHORTHANDS = ("ape", "rpe")
 SOFT = "anchor-soft"
 # Tau of Eq. 4 with which soft anchors outperform hard anchors on photographs.
@@ -195,7 +196,7 @@ class CrossConfig(Config):
             if {name, "uniform"} <= set(self.position):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
         available = (*SHORTHANDS, SOFT, *CROSS_MODAL)
-        # `list_positions` imports plugins, which may import this module: not for its defaults.
+        # `list_positions` imports plugins, which may import this module: only for other names.
         if not set(self.position) <= set(available):
             available = (*available, *list_positions())
         if unknown := [name for name in self.position if name not in available]:

@@ -214,7 +214,7 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
         if heads != model.config.cross.heads:
             raise ConfigError(
                 f"decoder.heads={heads} does not fit decoder.start=cross: the cross-modal encoder "
-                f"has {model.config.cross.heads} heads"
+                f"has {model.config.cross.heads} heads; set decoder.heads=null"
             )
         layers, unused, initial = _cross_layers(decoder, model)
         source = "cross-modal encoder -> answer decoder"
@@ -307,6 +307,7 @@ def beam_search(
         parent, token = best // vocabulary, best % vocabulary
         ids = torch.cat([ids.take_along_dim(parent[..., None], 1), token[..., None]], -1)
         finished = finished.take_along_dim(parent, 1) | (token == end)
+    # The end counts once, its repetitions are padding.
     tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + finished
     best_beam = (scores / ((5 + tokens) / 6) ** penalty).argmax(1)
     return ids.take_along_dim(best_beam[:, None, None], 1)[:, 0, 1:]
@@ -485,6 +486,7 @@ class AnswerRanking:
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
         first_scores = self._first_tokens(memory, len(rows))
         first_scores, order = first_scores.sort(dim=1, descending=True, stable=True)
+        # No answer yet: a larger index than any answer's, which `amin` never chooses.
         best = torch.full_like(rows, len(self._answers))
         scores = torch.full_like(first_scores[:, 0], -torch.inf)
         for start in range(0, len(self._answers) if self._exact else self._round, self._round):

@@ -48,8 +48,9 @@ _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
+# Limits of what a stranger's `config.json` may allocate: tokens of a text or an image, and bytes
+# of buffers, such as tables of relative positions, beside any weights.
 _MAX_TOKENS = 2**16
-# Bytes that buffers, such as tables of relative positions, may take beside any weights.
 _MAX_TABLES = 2**30
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -168,10 +169,8 @@ def to_device(
 
 def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
     """Read a folder's model, in evaluation mode on the CPU; config replaces `config.json`."""
+    require_model(folder)
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
-    for file in (config_file, weights_file):
-        if not file.is_file():
-            raise FileNotFoundError(_no_model(folder, folder, file.name))
     config = config or read_config(config_file)
     _require_shapes(config, config_file, weights_file)
     model = VLPModel(config)
@@ -186,15 +185,19 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
     return model.eval()
 
 
-def _no_model(name: str | Path, folder: Path, missing: str) -> str:
-    """Return the message for a folder without a model, with a hint to one nearby."""
-    message = f"{name} is not a model folder: {missing} is missing"
+def require_model(folder: Path, name: str | Path | None = None) -> None:
+    """Require a folder's model; the error calls the folder `name` and hints to a model nearby."""
+    missing = [file for file in (CONFIG, WEIGHTS) if not (folder / file).is_file()]
+    if not missing:
+        return
+    name = name or folder
+    message = f"{name} is not a model folder: {missing[0]} is missing"
     if (folder / "state.json").is_file():
         steps = folder.name.removeprefix("step_")
         message += f"; of a checkpoint, its run writes one with --resume training.steps={steps}"
     elif (folder / "model" / CONFIG).is_file():
         message += f"; {Path(name) / 'model'} is one"
-    return message
+    raise FileNotFoundError(message)
 
 
 def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
@@ -207,9 +210,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     (`vlp.positions.carry_over`).
     """
     folder = local_folder(folder_or_name)
-    for file in (CONFIG, WEIGHTS):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(_no_model(folder_or_name, folder, file))
+    require_model(folder, folder_or_name)
     state, trained = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
         weights, resized, unused = carry_encodings(model, trained, state)

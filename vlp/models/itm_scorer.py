@@ -317,6 +317,7 @@ class ITMScorer:
         text_context = self._text_context(texts.states.shape[1], paths)
         image_context = self._image_context(paths)
         text, mask, image = texts.states, texts.attention_mask, prepared.states
+        # Custom encodings may change keys by pair: each text gets a copy of the image.
         image = image if self.shares_keys else image.expand(len(text), -1, -1)
         cls_only = self.shares_keys and self.config.pooling == "cls"
         for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):

@@ -60,11 +60,11 @@ def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
 
 
 def related(ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
-    """Find the positives, and candidates that match by way of a third row; see `positives`.
+    """Find candidates that are no negatives of a row: its positives, and pairs that a row links.
 
-    A caption of an image comes again with another image, in whose row it is no negative of the
-    first image. ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2) of the rows that
-    link, `ids` if None; returns (..., B, K) bool.
+    A row (image a, caption c) and a candidate (image b, caption d) are linked by a row (a, d) or
+    (b, c). ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2), by default `ids`.
+    Returns (..., B, K) bool. Ids (B,) of images have no links, as in `positives`.
     """
     if ids.ndim == 1:
         return positives(ids, candidate_ids)

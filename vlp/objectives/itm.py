@@ -40,7 +40,7 @@ def hard_negatives(
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of rows.
 
-    A negative never has the same image or an equal caption, and is never an empty row.
+    A negative is never an empty row, and never `related` to its row by image or caption.
 
     Args:
         similarity_i2t: (B, B) logits, divided by the temperature, images by texts.

@@ -97,7 +97,8 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
-        queue, new = (self.image, self.text, self.image_ids), (image, text, _pair_ids(image_ids))
+        ids = image_ids if image_ids.ndim == 2 else image_ids[:, None].expand(-1, 2)
+        queue, new = (self.image, self.text, self.image_ids), (image, text, ids)
         self.pointer, self.filled = _write(queue, new, valid, self.pointer, self.filled)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -113,8 +114,3 @@ class KeyQueue:
             )
         for name, tensor in self.state_dict().items():
             tensor.copy_(state[name])
-
-
-def _pair_ids(ids: Tensor) -> Tensor:
-    """Return ids (R, 2) of images and captions; ids (R,) of images stand for their captions."""
-    return ids if ids.ndim == 2 else ids[:, None].expand(-1, 2)

@@ -15,7 +15,7 @@ import yaml
 from vlp.config import ConfigError, parse_yaml
 from vlp.io import parse_json, redact, write_text
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig
-from vlp.models.folder import HEADS, WEIGHTS, read_config, weight_shapes
+from vlp.models.folder import HEADS, read_config, require_model, weight_shapes
 from vlp.models.pretrained.local_copy import CONFIG, RESULTS, results_folder
 from vlp.models.vlp import VLPModel
 from vlp.tasks.downstream.registry import TaskCard, get_task
@@ -24,6 +24,7 @@ from vlp.tasks.grounding.task import FILE_NAME as GROUNDING
 
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
+# Figures of a result in the front matter.
 _SHOWN = 12
 
 _WITHOUT_TASK = TaskCard(
@@ -80,9 +81,7 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
 def model_card(folder: str | Path, licence: str | None = None) -> str:
     """Return the card of a model folder; licence: as `write_model_card`."""
     folder = Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} is not a model folder: {name} is missing")
+    require_model(folder)
     config = read_config(folder / CONFIG)
     task = _json(folder / TASK).get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder))

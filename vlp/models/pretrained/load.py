@@ -225,7 +225,10 @@ def check_folder(
     name: str,
     match_is_trained: bool = True,
 ) -> None:
-    """Require the settings of a folder's training that the shapes of its weights do not show."""
+    """Require the settings of a folder's training that the shapes of its weights do not show.
+
+    match_is_trained: compare cross.layout, which the match score depends on.
+    """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
     keys += ["image.heads"] if config.image.architecture is None else []
@@ -241,10 +244,11 @@ def check_folder(
                 f"{name} was trained with {key} {theirs}, not {ours}: set {key}={value}"
             )
     image, text = trained.image.architecture, trained.text.architecture
+    # Other settings of the same architecture, such as heads, may change outputs.
     if image is not None and config.image.architecture not in (None, image):
         with torch.device("meta"):
-            ours, theirs = map(create_image_tower, (config.image, trained.image))
-        check_image_tower(theirs, ours, ours.state_dict(), name)
+            tower, trained_tower = map(create_image_tower, (config.image, trained.image))
+        check_image_tower(trained_tower, tower, tower.state_dict(), name)
     if text is not None and config.text.architecture not in (None, text):
         check_text_tower(transformers_config(trained.text).to_dict(), config, name)
 
@@ -643,7 +647,8 @@ def resample_positions(
     rows, columns = grid
     if positions.ndim == 3 and positions.shape[1] == 1 + rows * columns:
         return positions
-    if positions.ndim != 3 or not _is_square(positions.shape[1] - 1):
+    patches = positions.shape[1] - 1 if positions.ndim == 3 else 0
+    if patches < 1 or math.isqrt(patches) ** 2 != patches:
         raise ValueError(
             f"{source}: positions {tuple(positions.shape)} are not (1, 1 + a square, width)"
         )
@@ -654,7 +659,3 @@ def resample_positions(
         antialias=antialias,
         verbose=False,
     )
-
-
-def _is_square(count: int) -> bool:
-    return count > 0 and math.isqrt(count) ** 2 == count
