@@ -65,7 +65,7 @@ def layer_number(model: VLPModel, layer: int | None = None) -> int:
     """Return a cross-modal layer's index from 0; `layer` as in `grad_cam`."""
     count = len(model.cross_encoder.layers)
     if count == 0:
-        raise ValueError("Grad-CAM needs a cross-modal layer, and the model has none")
+        raise ValueError("the model has no cross-modal layer, which Grad-CAM needs")
     # Of six layers the third, as in ALBEF.
     if layer is None:
         return (count - 1) // 2

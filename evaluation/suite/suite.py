@@ -157,7 +157,7 @@ def job_key(job: Job, folder: Path | OtherModel, checksums: dict[Path | OtherMod
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
-            # An index may stay the same where captions were changed.
+            # Of all files, as an index stays the same if only captions change.
             parts.append(_hash_file_stats(shards))
         for name in ("classes", "templates"):
             file = getattr(job, name, None)
