@@ -163,9 +163,10 @@ class VLPModel(nn.Module):
             text_ids, attention_mask, word_mask = text_ids
         if attention_mask is None or word_mask is None:
             raise ValueError("encode_text needs TextTokens, or text_ids with both masks")
-        # Only where it costs no synchronisation, and not inside a graph.
+        # Only where values are known without a synchronisation: on the CPU, outside of graphs.
         if (
-            attention_mask.device.type == "cpu"
+            type(attention_mask) is Tensor
+            and attention_mask.device.type == "cpu"
             and not torch.compiler.is_compiling()
             and (~attention_mask[:, 0] & attention_mask.any(1)).any()
         ):
