@@ -58,7 +58,7 @@ def test_numbers_below_one_are_refused_at_once(command, option, value, capsys):
         main([*command, "--model", "m", "--shards", "s", f"{option}={value}"])
     assert leaving.value.code == 2
     error = capsys.readouterr().err
-    assert f"{option}: {value!r} is no whole number of at least 1" in error
+    assert f"{option}: {value!r} is not an integer of at least 1" in error
 
 
 @pytest.mark.parametrize("command", [["retrieval", "--shards", "s"], ["vision"]])

@@ -132,7 +132,6 @@ def test_configuration_keys_are_listed_by_a_pattern(capsys):
 
 
 def test_the_demos_training_shows_progress_and_logs_the_rest(tmp_path, capfd):
-    """A failure shows the end of the log."""
     code = "import sys; print('noise'); print('9/9, 2.0step/s', file=sys.stderr); sys.exit(%d)"
     log = tmp_path / "log"
     demo._run_quietly([sys.executable, "-c", code % 0], dict(os.environ), log)

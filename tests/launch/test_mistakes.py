@@ -64,7 +64,7 @@ MISTAKES = [
     (RECALL + "--rerank -1", "-1"),
     (RECALL + "--device cuda:9", "cuda:9"),
     (RECALL + "--features nowhere", "vlp data features"),
-    ("evaluate vqa --model model --shards scenes/train", "pretrained"),
+    ("evaluate vqa --model model --shards scenes/train", "not fine-tuned"),
     ("evaluate zeroshot --model model --shards scenes/train", "--classes"),
     ("anchors --model model --out a.png --image nowhere.jpg --text dog", "nowhere.jpg"),
     ("anchors --model model --out a.png --image note.txt --text dog", "note.txt"),

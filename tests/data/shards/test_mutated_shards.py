@@ -68,7 +68,7 @@ def outcomes(data):
         assert slot.skip.where.encode()  # can be printed and written
         assert slot.pixels is None
         counts[slot.skip.kind] += 1
-    return found
+    return counts
 
 
 def shard(first):

@@ -22,6 +22,8 @@ def python2_pickle(value):
             return written(value.encode())
         if isinstance(value, int):
             return b"I%d\n" % value
+        if value is None:
+            return b"N"
         if isinstance(value, list):
             return b"(l" + b"".join(written(one) + b"a" for one in value)
         return b"(d" + b"".join(written(key) + written(one) + b"s" for key, one in value.items())
