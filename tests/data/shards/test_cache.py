@@ -211,9 +211,7 @@ def test_processes_share_a_cache_that_is_too_small(server, tmp_path):
     assert on_disk(tmp_path / "cache") <= limit
 
 
-def test_files_renamed_during_a_count_are_counted(
-    server, tmp_path, monkeypatch
-):
+def test_files_renamed_during_a_count_are_counted(server, tmp_path, monkeypatch):
     """It takes its name between the looks at its two places; it stays in the list of the cache."""
     first, second = file_of(server, 0), file_of(server, 1)
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1))
@@ -245,9 +243,7 @@ def test_files_renamed_during_a_count_are_counted(
     assert cache.used() == room_for(server, 0, 1)
 
 
-def test_files_renamed_during_an_eviction_are_counted(
-    server, tmp_path, monkeypatch
-):
+def test_files_renamed_during_an_eviction_are_counted(server, tmp_path, monkeypatch):
     read, fetched, missing = (file_of(server, number) for number in range(3))
     cache = ShardCache(tmp_path / "cache", room_for(server, 0, 1) + 100)
     handle = cache.open(read)

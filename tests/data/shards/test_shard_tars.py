@@ -175,7 +175,8 @@ def test_hostile_sizes_take_no_time_or_memory(tmp_path, within, name):
     path.write_bytes(GOOD + FINE + SIZES[name] + END)
     with within(seconds=2, peak=2_000_000):
         members, problem = read_members(path)
-    assert [entry.name for entry in members[:4]] == ["good.png", "good.json", "fine.png", "fine.json"]
+    names = [entry.name for entry in members[:4]]
+    assert names == ["good.png", "good.json", "fine.png", "fine.json"]
     assert len(members) < 10
     assert all(entry.offset + entry.size <= path.stat().st_size for entry in members)
     lines = [f"0.tar: {problem}, 2 samples before it"] if problem else []

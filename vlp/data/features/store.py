@@ -118,7 +118,7 @@ class FeatureHeader(_HeaderPart):
 
 def shards_sha256(shards: ShardTable) -> str:
     """Return a hash of an index: names, samples and bytes of the shards, and of its rows."""
-    # Of the JSON [file, [[name, samples, bytes], ...]], in parts, as it is long for a million shards.
+    # Of the JSON [file, [[name, samples, bytes], ...]], in parts: long for a million shards.
     digest = hashlib.sha256(f"[{json.dumps(shards.file)}, [".encode())
     rows, comma = iter(shards), ""
     while batch := [entry[:3] for entry in islice(rows, _ROWS_AT_ONCE)]:
@@ -224,7 +224,7 @@ class SourceFeatures:
         ]
         if incomplete:
             raise ConfigError(
-                f"{self._paths(incomplete[0])[0]}: missing or of another size, as {len(incomplete)} "
+                f"{self._paths(incomplete[0])[0]}: missing or of another size, {len(incomplete)} "
                 f"of {len(self._shards)} files of features; continue the command that writes them: "
                 f"{MAKE}"
             )

@@ -16,7 +16,7 @@ from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import IO, Any, Generic, NamedTuple, TypeVar
+from typing import IO, Generic, NamedTuple, TypeVar
 from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np

@@ -210,7 +210,7 @@ class RemoteFolder:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it; `${NAME}`: environment variable."""
+    """Return the fsspec file system of a URL and the path in it; `${NAME}`: a variable."""
     import fsspec
 
     protocol, location = url.split("://")[0], _expand_variables(url)
@@ -482,7 +482,7 @@ class ShardCache:
             return []
 
     def _paths_of(self, path: str) -> tuple[str, str]:
-        """Return a file's paths during and after its download: looked up in the order of renaming."""
+        """Return a file's paths during and after its download, in the order of renaming."""
         full_path = str(self.folder / path)
         return full_path + _PART, full_path
 

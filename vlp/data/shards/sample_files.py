@@ -80,7 +80,7 @@ class RawSample(NamedTuple):
 
 
 class SampleFiles(NamedTuple):
-    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: an earlier one has the key."""
+    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: an earlier has the key."""
 
     key: str
     files: dict[str, Member]

@@ -243,7 +243,7 @@ class ShardIndex:
                     yield bad
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
-        """Return (samples,) int64, cumulative numbers of pairs of a shard's samples, at least 1 each."""
+        """Return (samples,) int64, cumulative counts of pairs of the samples, 1 or more each."""
 
         def ends() -> np.ndarray:
             rows = self.require_captions()
@@ -253,7 +253,7 @@ class ShardIndex:
         return self._ends.get(shard_number, ends)
 
     def require_captions(self) -> np.ndarray:
-        """Return the rows (`vlp.data.shards.index.ROW`) of all samples; ConfigError without them."""
+        """Return the rows (`vlp.data.shards.index.ROW`) of all samples; else ConfigError."""
         rows = self._all_rows(wait=True)
         if rows is None:
             raise ConfigError(
