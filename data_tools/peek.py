@@ -55,7 +55,7 @@ def peek(
 
 
 def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
-    """Return (shard, sample number) of random samples in order; of the first without a seed."""
+    """Return (shard, sample number) of random samples, in order; without `seed` of the first."""
     count = min(count, table.total)
     if seed is None:
         indices = np.arange(count)

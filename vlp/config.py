@@ -418,7 +418,7 @@ def read_values(
 
 
 def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge mappings recursively; other values, and mappings of another `format`, replace."""
+    """Merge mappings recursively; other values, and mappings of another `format`, replace whole."""
     old_format = base.get("format")
     same_format = old_format in (None, update.get("format", old_format))
     result = dict(base) if same_format else {}

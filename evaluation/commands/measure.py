@@ -248,7 +248,7 @@ def compare(
     first: Annotated[str, typer.Argument(metavar="A")],
     second: Annotated[str, typer.Argument(metavar="B")],
     task: Annotated[
-        str | None, Option(help="which, where the folders hold results of several")
+        str | None, Option(help="task to compare, if folders hold results of several tasks")
     ] = None,
     permutations: Annotated[
         int, Option(parser=positive, metavar="N", help="of the sign-flip test")

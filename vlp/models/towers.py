@@ -45,8 +45,8 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     size = getattr(embed, "patch_size", None)
     if size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
         raise ConfigError(
-            f"image.architecture {name}: a {type(tower).__name__} has no prefix tokens and patches "
-            "of one grid; choose a ViT, DeiT, EVA or BEiT"
+            f"image.architecture {name}: a {type(tower).__name__} lacks `num_prefix_tokens` or "
+            "one patch grid; choose a ViT, DeiT, EVA or BEiT"
         )
     grid = getattr(embed, "grid_size", None)
     patch = config.image_size // grid[0] if grid else size if isinstance(size, int) else size[0]

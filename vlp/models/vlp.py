@@ -44,8 +44,8 @@ REFERENCE_WIDTH = 768
 class TokenScore(nn.Module):
     """FILIP score: mean over words of the maximum patch cosine, times a learned factor.
 
-    It is a term of the match score (Yao et al. 2021, section 3.1, text to image). start: initial
-    factor.
+    It is a term of the match score (Yao et al. 2021, section 3.1, text to image). The score is the
+    mean times `start` times `factor`, which starts at 1.
     """
 
     def __init__(self, start: float) -> None:
@@ -114,7 +114,7 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Return whether the match score was trained, as its biases start at 0."""
+        """Return whether the match score was trained: biases start at 0, training moves them."""
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:

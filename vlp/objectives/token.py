@@ -22,8 +22,8 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
     words: (..., R, D); image_tokens: (..., B, M, D); valid: (..., B) bool. Returns (..., R, B).
     """
     # A hard maximum selects a patch, which a sum of exponentials does not. The mean over patches
-    # removes words that respond to everything. The mean over images keeps words from gathering in
-    # the patch of one corner.
+    # removes words that respond to everything. The mean over images keeps words from all
+    # selecting the same patch, such as a corner.
     share = valid.to(words.dtype)
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
     return _WordResponse.apply(words, image_tokens, share)
@@ -70,7 +70,7 @@ class _WordResponse(torch.autograd.Function):
 
 
 class TokenLosses(NamedTuple):
-    """Losses of whole captions, which counts rows, and of single words, which counts words."""
+    """Losses of captions, a sum over texts, and of single words, a sum over words."""
 
     captions: Loss
     words: Loss
@@ -103,8 +103,8 @@ def token_losses(
         word_mask: (B, N) bool, True = word piece.
         word_ids: (B, N) int64, ids of word pieces.
         image_ids: (B,) of images, or (B, 2) of images and captions.
-        valid: (B,) bool; other rows, and rows of texts without words, are neither rows nor
-            candidates.
+        valid: (B,) bool; other rows, and rows of texts without words, are left out as
+            queries and as candidates.
         scale: tau.
         group: samples of a group.
     """

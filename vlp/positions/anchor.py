@@ -314,7 +314,7 @@ def anchor_path(
         kernel: False uses PyTorch on a GPU, too.
 
     Returns:
-        The path (..., M, N, G), which adds patches and tokens without weights (papers.md#ace-a16),
+        The path (..., M, N, G): steps of patches and tokens both add 1 (papers.md#ace-a16). It is
         0 where no anchor is in the windows; and `reachable`, bool, False there.
     """
     rows, columns = grid
@@ -380,7 +380,7 @@ def longest_path(
 def embed_path(path: Tensor, table: Tensor) -> Tensor:
     """Return the position embedding E_ace = P W (Eq. 8), (..., M, N, D), in the dtype of `path`.
 
-    A reference that the model never builds. E is 0 where no group has a path (papers.md#ace-a15).
+    For tests: the model never materialises E. 0 where no group has a path (papers.md#ace-a15).
 
     Args:
         path: (..., M, N, G), from `anchor_path`.

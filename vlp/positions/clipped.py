@@ -67,7 +67,7 @@ class ClippedPosition(LookupPosition):
 
     Args:
         name: of the encoding, for error messages.
-        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        grid: (rows, columns) if the context has no grid; required if `reach` is None.
         offsets: see `clipped_ids`; one of the class's OFFSETS.
         reach: the longest offset that is not clipped; None: the longest offset of `grid`.
         shared_heads: one table for all heads.

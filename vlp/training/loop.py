@@ -183,6 +183,7 @@ def train(
                 pending.append(Outcome(progress.step, outputs, update))
                 # A step that is not finite on some rank is skipped on all: weights, optimiser state
                 # and buffers keep their values, and the next step has the next batch.
+                # A tensor is a flag on the device, which is not read yet.
                 if isinstance(update.applied, Tensor):
                     _restore(engine.module, buffers, update.applied)
                     task.after_step(engine.parameters, update.applied)
@@ -232,7 +233,7 @@ def train(
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count a run's optimiser steps, without a last one of too few global batches."""
+    """Count a run's optimiser steps, without a last incomplete accumulation of gradients."""
     training = config.training
     if training.steps is not None:
         return training.steps

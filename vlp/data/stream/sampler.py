@@ -1,8 +1,8 @@
-"""The training order: a function of (seed, epoch, streams, window) and of the shards' sizes alone.
+"""The training order: a function of seed, epoch, streams, window, shard sizes and source weights.
 
 An epoch's shards, in random order, form one sequence of samples, cut into `streams` equal streams
-that are shuffled within windows. A global batch has as many samples of each stream, and ranks share
-the streams, so that global batches do not depend on the number of ranks.
+that are shuffled within windows. A global batch has equally many samples of each stream, and ranks
+share the streams, so that global batches do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GlobalBatch(NamedTuple):
 
 
 def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
-    """Return the streams of a rank; all ranks have as many."""
+    """Return the streams of a rank, the same number for all ranks."""
     if streams % world_size:
         divisors = [ranks for ranks in range(1, streams + 1) if streams % ranks == 0]
         fewer = max(ranks for ranks in divisors if ranks < world_size)

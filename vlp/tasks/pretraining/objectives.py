@@ -93,7 +93,7 @@ class Objective:
         settings: result of `settings_of`.
     """
 
-    # True if it reads unmasked pairs alone: it then runs before the running threshold moves.
+    # True if it reads unmasked pairs alone: it runs first, before `anchor_threshold` moves.
     on_clean_pairs: ClassVar[bool] = False
     # True if its losses are sums over sample groups, so that GradCache may run it on chunks.
     can_chunk: ClassVar[bool] = False
@@ -101,8 +101,8 @@ class Objective:
     saves_modules: ClassVar[bool] = True
     # True if the momentum teacher has a copy of its modules.
     has_teacher_copy: ClassVar[bool] = False
-    # Of these parts, those that get a gradient from it. A part that no objective trains is frozen,
-    # as weight decay would shrink it.
+    # Parts with a gradient of it: cross_encoder, match_head, image_tokens, text_tokens. A part that
+    # no objective trains is frozen, as weight decay would shrink it.
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -122,7 +122,7 @@ class Objective:
         raise NotImplementedError
 
 
-# By name. Objectives run, and their losses are summed, in this order.
+# By name. Losses are summed in this order; objectives with `on_clean_pairs` run first.
 OBJECTIVES: dict[str, type[Objective]] = {}
 
 
@@ -132,8 +132,8 @@ def register_objective(
     """Register an objective.
 
     Args:
-        name: key of its settings in the configuration's `objectives`.
-        settings: class of these settings; None if `ObjectivesConfig` has a field `name`.
+        name: key of its settings in `objectives`, unless its `settings_of` reads another.
+        settings: class of the settings under a new key `name`; None adds no key.
     """
     if name in OBJECTIVES:
         raise ValueError(f"an objective {name!r} is registered already")
