@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from simplejpeg import decode_jpeg
 
 from vlp.data.limits import MAX_ASPECT, MAX_IMAGE_BYTES, MAX_SCAN_PIXELS, MAX_SIDE, limits
@@ -80,6 +80,9 @@ def decoder_errors(where: str) -> Iterator[None]:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image too large", f"{where} ({error})") from error
+    except UnidentifiedImageError as error:
+        message = f"{where} (not {', '.join(FORMATS[:-1])} or {FORMATS[-1]})"
+        raise BadSample("unreadable image", message) from error
     except Exception as error:  # decoders raise a dozen types for damaged images
         raise BadSample("unreadable image", f"{where} ({error})") from error
 
