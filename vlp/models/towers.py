@@ -46,7 +46,7 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     if size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
         raise ConfigError(
             f"image.architecture {name}: a {type(tower).__name__} lacks `num_prefix_tokens` or "
-            "one patch grid; choose a ViT, DeiT, EVA or BEiT"
+            "one grid of patches; choose a ViT, DeiT, EVA or BEiT"
         )
     grid = getattr(embed, "grid_size", None)
     patch = config.image_size // grid[0] if grid else size if isinstance(size, int) else size[0]
