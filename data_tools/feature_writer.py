@@ -181,7 +181,7 @@ ShardId = tuple[int, int]  # (source, shard)
 
 
 class Written(NamedTuple):
-    """NameHashes of samples with features of this command, and of bad ones among them."""
+    """Numbers of samples with features of this command, and of bad ones among them."""
 
     samples: int
     bad: int

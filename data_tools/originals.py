@@ -186,7 +186,10 @@ class Originals:
         self._duplicates: dict[str, dict[tuple[int, str], FileEntry]] = {}
         # By base name and folder part: see `_index_by_folder`.
         self._by_part: dict[str, dict[str, list[_Match]]] = {}
+        # Folders in the list of files that were found by their base name alone.
         self._folder_of_match: dict[_Match, str] = {}
+        # Hashes of files whose folder the list names: there may be millions.
+        self._claimed: set[int] = set()
         self._folded_names: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()  # with images, by container
         self._has_folder: dict[str, bool] = {}
@@ -203,7 +206,7 @@ class Originals:
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
         if folder and (entry := self._exact(base, folder)) is not None:
-            return self._location(*self._claim((base, entry), folder))
+            return self._location(*self._claim((base, entry)))
         # Ignore case and accents only without a match that has the same ones.
         match = self._select([base], folder, str)
         match = match or self._select(self._variants(base), folder, fold_case)
@@ -224,7 +227,7 @@ class Originals:
             same_end = [match for match in candidates if self._is_in(match[1], form(folder), form)]
             if same_end:
                 match = self._unique(same_end)
-                return None if match is None else self._claim(match, folder)
+                return None if match is None else self._claim(match)
             if not names or self._contains_folder(folder):
                 return None
         matches = [match for name in names for match in self._of_name(name)]
@@ -233,17 +236,18 @@ class Originals:
         # A list that names a/1.jpg and b/1.jpg means two files: if only one 1.jpg exists, it stands
         # for the first of these names.
         match, folder = self._unique(matches), composed(folder)
-        if match is None or not ends_alike(self._folder_of_match.setdefault(match, folder), folder):
+        if match is None or hash(match) in self._claimed:
+            return None
+        if not ends_alike(self._folder_of_match.setdefault(match, folder), folder):
             return None
         return match
 
-    def _claim(self, match: _Match, folder: str) -> _Match:
-        """Note a file's folder in the list: its base name in other folders means other files."""
-        folder = composed(folder)
-        previous = self._folder_of_match.get(match, folder)
-        self._folder_of_match[match] = folder
-        if not ends_alike(previous, folder):
-            self._add_problem(f"{self._location(*match)} was taken for {previous}/{match[0]}")
+    def _claim(self, match: _Match) -> _Match:
+        """Note that the list names a file's folder: its base name elsewhere means another file."""
+        if hash(match) not in self._claimed:
+            self._claimed.add(hash(match))
+            if (folder := self._folder_of_match.get(match)) is not None:
+                self._add_problem(f"{self._location(*match)} was taken for {folder}/{match[0]}")
         return match
 
     def _unique(self, matches: list[_Match]) -> _Match | None:

@@ -66,7 +66,7 @@ class SceneFiles(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SceneOptions:
-    """NameHashes of samples of each part, and settings of all scenes."""
+    """Numbers of samples of each part, and settings of all scenes."""
 
     train: Annotated[int, N(help="captioned scenes to train on")] = 20_000
     val: Annotated[int, N(help="captioned scenes of held-out contents")] = 256

@@ -117,21 +117,20 @@ def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
     Refuses tars that no build wrote, before anything is moved.
     """
     marker, number = "replaced_by.json", len(list(out.glob(_REPLACED)))
+    has_build = number > 0 or (out / JOURNAL_NAME).exists()
     if number:
         last = out / _REPLACED.replace("*", f"{number - 1:03d}")
         if not (last / marker).exists():
             number -= 1  # a run was killed while it moved files: continue in its folder
         elif parse_json((last / marker).read_bytes()) == build_settings:
             return
-    has_build = number > 0 or (out / JOURNAL_NAME).exists()
     require_build_shards(out, has_build)
-    if not has_build:
-        return
+    # The marker is written even without a build, so that the same command continues its own.
     folder = out / _REPLACED.replace("*", f"{number:03d}")
     folder.mkdir(exist_ok=True)
     bookkeeping = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
     for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *bookkeeping):
-        if path.exists():
+        if has_build and path.exists():
             path.rename(folder / path.name)
     write_text(folder / marker, json.dumps(build_settings))
 

@@ -368,7 +368,7 @@ def _official_part(
                 continue
             objects = category_words
             if objects is not None and objects.is_other_file(image.id, image.file_name):
-                yield Refused("instances of another image of this id", f"{image.id}")
+                yield Refused("instances of another image of this id (kept)", f"{image.id}")
                 objects = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped

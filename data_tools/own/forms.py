@@ -167,7 +167,7 @@ def _unread_tables(tables: Sequence[str], read: Sequence[str]) -> list[str]:
 
 def is_number(text: str) -> bool:
     """Return whether a text is one or more numbers, such as a label or a box."""
-    return bool(re.fullmatch(r"[-+.\deE\s]*\d[-+.\deE\s]*", text))
+    return bool(re.fullmatch(r"[-+.\deE\s]+", text)) and any(map(str.isdigit, text))
 
 
 def _have_numbers_only(side_files: Sequence[str], tree: FileTree) -> bool:

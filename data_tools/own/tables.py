@@ -96,7 +96,7 @@ def find_columns(
     if image is None or not captions:
         return None
     # An exact `split` comes first, then names like `data_split`.
-    usual = (SPLITS[0], *(name for name in by_name if "split" in name), *SPLITS[1:])
+    usual = (SPLITS[0], *(name for name in reversed(by_name) if "split" in name), *SPLITS[1:])
     split = overrides.split or next((by_name[name] for name in usual if name in by_name), None)
     return Columns(image, captions, None if split in (image, *captions) else split)
 
@@ -338,7 +338,10 @@ def _text_table(
                     is_open = len(cells) > 0 and cells != [_END] and cells[-1].endswith(_END)
                 except StopIteration:
                     break
-                except csv.Error:  # more than 128 KiB in quotes
+                except csv.Error:  # a cell of more than 128 KiB
+                    if len(lines.row) == 1 and lines.row[0].count('"') % 2 == 0:
+                        faults.append(Refused("cell too long", f"{where}, line {lines.number}"))
+                        continue
                     cells, is_open = [], True
                 # A quote that is not closed swallows rows up to the next one.
                 if is_open or any(map(is_row, lines.row[1:])):

@@ -43,7 +43,8 @@ def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | No
     x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
-    if max(map(abs, box)) <= 1 and min(size) >= _MIN_SIDE:
+    # A corner or centre in shares lies inside of the image: x and y below 1.
+    if max(map(abs, box)) <= 1 and max(x, y) < 1 and min(size) >= _MIN_SIDE:
         return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)
     return CUT if overhang > _MAX_OVERHANG else None, (left, top, right, bottom)

@@ -67,7 +67,8 @@ class FileNames:
         # By base name, and by the last two parts, as thousands of folders may hold a `0.jpg`.
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
-        self._first_names: dict[str, str] = {}
+        # Of each file the folder of the first name that found it, or its own where a name has that.
+        self._first_folders: dict[str, str] = {}
         self.ambiguous: set[str] = set()  # paths that names with different folders would find
         for path, full_path in paths.items():
             base = fold_case(path.rpartition("/")[2])
@@ -80,8 +81,8 @@ class FileNames:
 
     def claim(self, path: str) -> None:
         """Reserve a file for names with its folder: other names no longer find it by base name."""
-        full_path = composed(self._paths[path])
-        if not ends_alike(self._first_names.setdefault(path, full_path), full_path):
+        folder = composed(self._paths[path]).rpartition("/")[0]
+        if not ends_alike(self._first_folders.setdefault(path, folder), folder):
             self.ambiguous.add(path)
 
     def find(self, name: str) -> str | None:
@@ -103,11 +104,11 @@ class FileNames:
             same_base = index.get(base, [])
             is_folder = folder in self._folder_ends or not self._folders.isdisjoint(_ends(folder))
             if len(same_base) == 1 and not is_folder:
-                path, name = same_base[0], composed(name)
-                first = self._first_names.setdefault(path, name)
-                if ends_alike(first, name):
+                path, folder = same_base[0], composed(name).rpartition("/")[0]
+                first = self._first_folders.setdefault(path, folder)
+                if ends_alike(first, folder):
                     return path
-                if first != composed(self._paths[path]):  # not claimed
+                if first != composed(self._paths[path]).rpartition("/")[0]:  # not claimed
                     self.ambiguous.add(path)
                 return None
         return None

@@ -66,7 +66,7 @@ class Word(_Part):
     model_config = ConfigDict(strict=True, coerce_numbers_to_str=False)
 
     caption: int = Field(ge=0)
-    # Among the caption's words and punctuation table, as BERT splits them.
+    # Among the caption's words and punctuation marks, as BERT splits them.
     index: int = Field(ge=0)
     word: str
     # `colour`, `shape`, `object`, or `objects` if several objects have the name.

@@ -1,8 +1,9 @@
 """Statements about images of three boxes, like NLVR v1 (Suhr et al., ACL 2017).
 
 A box holds scattered items or a tower of blocks. Sentences are drawn from tables of rules, which
-imitate the sentences of NLVR v1's dev and test splits. On its third split, which the rules do not
-know, they reach 72.1 % [69.5, 74.9], majority 55.4 (docs/results/downstream.md).
+imitate the sentences of NLVR v1's dev and test splits. A model trained on them reaches 72.1 %
+[69.5, 74.9] on a third split, which the rules do not imitate; majority 55.4
+(docs/results/downstream.md).
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class DownstreamDataset(Generic[Example, Slotted]):
         self.items, self.text, self.prepare = items, text, prepare
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> Example:
-        """Return the example of item `number`, augmented if `rng_for` is given; or BadSample."""
+        """Return the example of item `number`, augmented with `rng_for`; raises BadSample."""
         raise NotImplementedError
 
     def blank(self) -> Example:

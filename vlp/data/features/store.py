@@ -230,7 +230,7 @@ class SourceFeatures:
             )
 
     def views(self, shard: int, sample: int, flipped: bool, where: str) -> list[int]:
-        """Return the indices of a sample's views; BadSample if its image is bad.
+        """Return the indices of a sample's views; raises BadSample for a bad image.
 
         With `flipped` they include flipped views.
         """

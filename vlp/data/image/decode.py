@@ -81,7 +81,7 @@ def decoder_errors(where: str) -> Iterator[None]:
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadSample("image too large", f"{where} ({error})") from error
     except UnidentifiedImageError as error:
-        message = f"{where} (not {', '.join(FORMATS[:-1])} or {FORMATS[-1]})"
+        message = f"{where} (damaged, or not {', '.join(FORMATS[:-1])} or {FORMATS[-1]})"
         raise BadSample("unreadable image", message) from error
     except Exception as error:  # decoders raise a dozen types for damaged images
         raise BadSample("unreadable image", f"{where} ({error})") from error

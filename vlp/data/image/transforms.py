@@ -313,7 +313,7 @@ class TrainTransform:
         left, upper = box[0] * columns // width, box[1] * rows // height
         right, lower = -(-box[2] * columns // width), -(-box[3] * rows // height)
         part = pixels[None, :, upper:lower, left:right]
-        # On uint8 PyTorch's filter is three times as fast as Pillow's, and differs by one level.
+        # On uint8 PyTorch's filter is three times as fast as Pillow's, and within one level.
         return interpolate(part, (side, side), mode="bicubic", antialias=True)[0]
 
 

@@ -213,10 +213,15 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     return RawSample(sample.key, image, image_extension, annotation, second_image, where)
 
 
+# Items of tasks: without them an evaluation would not count the sample as skipped.
+_ITEM_FIELDS = {"questions", "expressions", "label"}
+
+
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
     """Parse `KEY.json`, or take the caption of `KEY.txt` and the label of `KEY.cls`; BadSample.
 
-    Values in the JSON come first.
+    Values in the JSON come first. Beside a caption, fields of other tools that are invalid here are
+    dropped, but never questions, expressions or a label, which would be lost.
     """
     if sample.repeated:
         raise _repeated(where)
@@ -229,10 +234,11 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
             try:
                 annotation = Annotation.model_validate_json(content)
             except ValidationError as error:
-                # Beside a caption, invalid fields are those of other tools: drop them.
                 locations = [problem["loc"] for problem in error.errors()]
-                annotation = _without_fields(content, {loc[0] for loc in locations if loc})
+                invalid = {loc[0] for loc in locations if loc}
+                annotation = _without_fields(content, invalid)
                 is_captioned = all(locations) and captions_of(annotation)  # (): of the whole JSON
+                is_captioned = is_captioned and invalid.isdisjoint(_ITEM_FIELDS)
                 if not is_captioned and (text is None or not read(text).strip()):
                     raise
         if text is not None and not captions_of(annotation):

@@ -108,8 +108,10 @@ def word_patches(
     inside = {box: patches_in_box(box, grid, size) for box in boxes}
     positions = word_positions(pieces)
     for word in words:
+        if word.caption != caption or word.position >= len(positions):
+            continue
         own_patches = [inside[box] for box in word.boxes if box in inside]
-        if word.caption != caption or word.position >= len(positions) or not own_patches:
+        if not own_patches:
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
         for mask in inside.values():

@@ -122,7 +122,7 @@ class Objective:
         raise NotImplementedError
 
 
-# By name. Losses are summed in this order; objectives with `on_clean_pairs` run first.
+# By name, in the order in which they run and losses are summed, `on_clean_pairs` ones first.
 OBJECTIVES: dict[str, type[Objective]] = {}
 
 
