@@ -307,6 +307,13 @@ def test_towers_of_other_settings_are_refused(part, settings, key, value, tmp_pa
         start_from(VLPModel(configs[1]), tmp_path)
 
 
+def test_pixels_of_public_weights_are_those_of_the_folders_processor(tmp_path):
+    config = tiny_config(image={"weights": "deit_tiny_patch16_224"})
+    save_model(tmp_path, config, VLPModel(config).state_dict())
+    Preprocessing(16, *config.image.statistics).save(tmp_path)
+    vlp.VlpModel.from_pretrained(tmp_path, config=vlp.VlpConfig.from_pretrained(tmp_path))
+
+
 def test_weights_that_timm_knows_say_how_pixels_are_normalised():
     own = ModelConfig().image.statistics
     deit = ModelConfig.model_validate({"image": {"weights": "deit_base_patch16_224"}})

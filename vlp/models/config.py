@@ -198,7 +198,7 @@ class CrossConfig(Config):
         available = (*SHORTHANDS, SOFT, *CROSS_MODAL)
         # `list_positions` imports plugins, which may import this module: only for other names.
         if not set(self.position) <= set(available):
-            available = (*available, *list_positions())
+            available = (*SHORTHANDS, SOFT, *list_positions())
         if unknown := [name for name in self.position if name not in available]:
             hint = suggestion(unknown[0], available) or f"; there are {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")

@@ -217,7 +217,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
     match_is_trained = bool(state["match_head.bias"].any()) if "match_head.bias" in state else True
-    check_folder(model.config, trained, folder, str(folder_or_name), match_is_trained)
+    check_folder(model.config, trained, str(folder_or_name), folder, match_is_trained)
     target = model.state_dict()
     # Parts of the model that keep their initialisation although the folder has them.
     initial: tuple[str, ...] = ()

@@ -55,7 +55,7 @@ def paper_anchor_loss(
         scale: lambda.
         margin: delta.
         valid: (B,) bool; other rows are empty and have no loss.
-        candidate_valid: (K,) bool; other candidates are neither positive nor negative.
+        candidate_valid: (K,) or (B, K) bool; other candidates are neither positive nor negative.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens

@@ -14,6 +14,9 @@ from vlp.distributed import pass_on, world_size
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision, no_autocast
 
+# An odd number of 64 bits: the golden ratio's fraction, as in Fibonacci hashing.
+_PAIR_HASH = -7046029254386353131
+
 
 def candidate_cross_entropy(
     logits: Tensor,
@@ -60,22 +63,29 @@ def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
 
 
 def related(ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
-    """Find candidates that are no negatives of a row: its positives, and pairs that a row links.
+    """Find the positives, and candidates that match by way of a third row; see `positives`.
 
-    A row (image a, caption c) and a candidate (image b, caption d) are linked by a row (a, d) or
-    (b, c). ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2), by default `ids`.
-    Returns (..., B, K) bool. Ids (B,) of images have no links, as in `positives`.
+    A caption of an image may come again with another image: in its row it is no negative of the
+    first image. ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2) of the rows that
+    link, `ids` if None; returns (..., B, K) bool. Memory grows with B K and M.
     """
     if ids.ndim == 1:
         return positives(ids, candidate_ids)
-    links = ids if links is None else links
 
-    def same(part: int, a: Tensor, b: Tensor) -> Tensor:
-        return (a[..., :, None, part] == b[..., None, :, part]).float()
+    def pair_ids(images: Tensor, texts: Tensor) -> Tensor:
+        # Hashes wrap around; equal ones of different pairs are as good as impossible.
+        return images * _PAIR_HASH + texts
 
-    by_image = same(0, ids, links) @ same(1, links, candidate_ids)
-    by_text = same(1, ids, links) @ same(0, links, candidate_ids)
-    return (by_image + by_text) > 0
+    known = pair_ids(*(ids if links is None else links).unbind(-1)).sort(-1).values
+    rows, candidates = ids[..., :, None, :], candidate_ids[..., None, :, :]
+    is_related = positives(ids, candidate_ids)
+    # The row's image with the candidate's text, and the candidate's image with the row's text.
+    for image, text in ((rows, candidates), (candidates, rows)):
+        pairs = pair_ids(image[..., 0], text[..., 1])
+        flat = pairs.flatten(-2)
+        index = torch.searchsorted(known, flat).clamp(max=known.shape[-1] - 1)
+        is_related = is_related | (known.gather(-1, index) == flat).view_as(pairs)
+    return is_related
 
 
 @region
@@ -100,7 +110,7 @@ def itc_loss(
         positive: (B, K) bool; the positives of a row share its target.
         temperature: divides the cosines.
         valid: (B,) bool; other rows, and rows without a valid positive, are not counted.
-        candidate_valid: (K,) bool; other candidates are ignored.
+        candidate_valid: (K,) or (B, K) bool; other candidates are ignored.
         soft_targets: of a teacher, (B, K) each, from `soft_targets`.
         alpha: weight of the soft targets.
     """

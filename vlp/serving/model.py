@@ -304,10 +304,13 @@ class VlpModel(_VlpPreTrainedModel):
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
-        if state_dict is None and is_changed and (folder / CONFIG).is_file():
-            check_folder(config.sizes, read_config(folder / CONFIG), folder, str(folder))
+        model = None
         # `state_dict` replaces the folder's weights.
-        model = None if state_dict is not None else read_model(folder, config.sizes)
+        if state_dict is None:
+            sizes = config.sizes
+            if is_changed and (folder / CONFIG).is_file():
+                check_folder(sizes, read_config(folder / CONFIG), str(folder))
+            model = read_model(folder, sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
         report = load_state(instance, state_dict)

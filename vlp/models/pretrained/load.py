@@ -221,12 +221,13 @@ def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> Non
 def check_folder(
     config: ModelConfig,
     trained: ModelConfig,
-    folder: Path,
     name: str,
+    processor_folder: Path | None = None,
     match_is_trained: bool = True,
 ) -> None:
     """Require the settings of a folder's training that the shapes of its weights do not show.
 
+    processor_folder: compare the pixels' normalisation of its processor, None: it is used anyway.
     match_is_trained: compare cross.layout, which the match score depends on.
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
@@ -234,8 +235,8 @@ def check_folder(
     keys += ["image.heads"] if config.image.architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
     pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
-    if (folder / FILE_NAME).is_file():
-        pixels = Preprocessing.load(folder)
+    if processor_folder is not None and (processor_folder / FILE_NAME).is_file():
+        pixels = Preprocessing.load(processor_folder)
         pairs += [("image.normalisation", config.image.statistics, (pixels.mean, pixels.std))]
     for key, ours, theirs in pairs:
         if ours != theirs:
