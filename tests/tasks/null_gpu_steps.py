@@ -139,7 +139,7 @@ def downstream(kind: str, model: ModelConfig):
         batch = CaptionBatch(torch.rand(ROWS, 3, size, size), answers, valid, positions=places)
     else:
         task = PairClassification(config, parts, "bf16")
-        pixels = torch.rand(ROWS, config.shown, 3, size, size)
+        pixels = torch.rand(ROWS, config.num_images, 3, size, size)
         labels = torch.zeros(ROWS, dtype=torch.int64)
         batch = PairBatch(pixels, *texts, labels, valid)
     if isinstance(task, Distilled):

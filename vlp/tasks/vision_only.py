@@ -13,36 +13,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.stream.loader import MapDatasetConfig
 from vlp.io import parse_json, write_json, write_tensors
 from vlp.models.folder import require_sizes
 from vlp.tasks.task import Precision, Task
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MODEL_TYPE = "vlp-vision"
-
-
-class LabelledImagesConfig(MapDatasetConfig):
-    """Training and test images with classes: any source of `vlp.data.labelled_images`."""
-
-    train: str = Field(
-        description="images to train on: tar file, folder of class folders, or labelled shards",
-        json_schema_extra={"resume": "path"},
-    )
-    test: str = Field(
-        description="images to evaluate on, in any of the forms of `train`",
-        json_schema_extra={"resume": "tolerated"},
-    )
-    classes: tuple[str, ...] | None = Field(
-        None, min_length=1, description="class names in order; required for shards alone"
-    )
-    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
 
 
 class VisionTask(Task):

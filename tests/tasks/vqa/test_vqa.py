@@ -313,12 +313,16 @@ def test_what_does_not_fit_is_refused(shards, options, message):
 
 
 @pytest.mark.parametrize(
-    ("decoder", "taken"), [({}, True), ({"start": "none"}, False), ({"layers": 1}, False)]
+    ("trained", "decoder", "taken"),
+    [
+        *(({}, changes, not changes) for changes in ({}, {"start": "none"}, {"layers": 1})),
+        *(({"heads": 1, "start": "none"}, {"heads": heads}, heads == 1) for heads in (1, None)),
+    ],
 )
-def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, decoder, taken):
-    before, _ = built(shards)
+def test_a_decoder_that_was_trained_for_answers_goes_on(shards, tmp_path, trained, decoder, taken):
+    before, _ = built(shards, decoder=trained)
+    torch.nn.init.normal_(before.decoder.head.bias)
     before.save_model(tmp_path, before.state_dict())
-    torch.manual_seed(1)
     parts, _ = start_parts(str(tmp_path), {})
     task, _ = built(shards, parts, decoder=decoder, data={"answers": None, "most_answers": 2})
     assert len(task.answers) < len(before.answers)

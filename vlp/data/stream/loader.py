@@ -367,6 +367,23 @@ class MapDatasetConfig(Config):
     )
 
 
+class LabelledImagesConfig(MapDatasetConfig):
+    """Training and test images with classes: any source of `vlp.data.labelled_images`."""
+
+    train: str = Field(
+        description="images to train on: tar file, folder of class folders, or labelled shards",
+        json_schema_extra={"resume": "path"},
+    )
+    test: str = Field(
+        description="images to evaluate on, in any of the forms of `train`",
+        json_schema_extra={"resume": "tolerated"},
+    )
+    classes: tuple[str, ...] | None = Field(
+        None, min_length=1, description="class names in order; required for shards alone"
+    )
+    limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
+
+
 class IndexedSamples(Dataset[Any]):
     """Dataset that reads the sample of a slot by `read(number, rng_for)`."""
 

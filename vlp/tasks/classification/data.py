@@ -20,8 +20,7 @@ from vlp.data.image.transforms import Preprocessing, random_crop
 from vlp.data.labelled_images import LabelledImages, subset
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import OrderedData, RngFactory, indexed_data
-from vlp.tasks.vision_only import LabelledImagesConfig
+from vlp.data.stream.loader import LabelledImagesConfig, OrderedData, RngFactory, indexed_data
 
 
 class ImageAugmentConfig(Config):

@@ -23,8 +23,6 @@ from pydantic import (
     Field,
     PositiveInt,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from torch import Tensor
@@ -146,23 +144,15 @@ class _Row(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
-def _none_if_invalid(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return validate(value)
-    except ValidationError:
-        return None
-
-
 _Id = Annotated[int | str, BeforeValidator(_plain_id)]
-_Side = Annotated[PositiveInt | None, WrapValidator(_none_if_invalid)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Image(_Row):
     id: _Id
     file_name: str
-    width: _Side = None
-    height: _Side = None
+    width: PositiveInt | None = None
+    height: PositiveInt | None = None
 
 
 class _Object(_Row):
@@ -170,8 +160,8 @@ class _Object(_Row):
     image_id: _Id
     category_id: _Id
     bbox: tuple[_Finite, _Finite, _Finite, _Finite]
-    area: Annotated[_Finite | None, WrapValidator(_none_if_invalid)] = None
-    iscrowd: Annotated[bool | None, WrapValidator(_none_if_invalid)] = None
+    area: _Finite | None = None
+    iscrowd: bool | None = None
 
 
 class _Category(_Row):
@@ -384,15 +374,25 @@ def _rows(
     row_class: type[AnyRow],
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
-    """Return the valid rows of a list and add the others to `faults`; one must be valid."""
+    """Return the valid rows of a list and add the others to `faults`; one must be valid.
+
+    An optional field that is invalid costs itself, not its row, and is a fault, too.
+    """
     rows, invalid = [], []
+    optional = {name for name, field in row_class.model_fields.items() if not field.is_required()}
     for number, row in enumerate(content[part]):
         try:
             rows.append(row_class.model_validate(row))
         except ValidationError as error:
             problem = error.errors()[0]
             location = ".".join(map(str, (f"{part}[{number}]", *problem["loc"])))
-            invalid.append(f"{location} {problem['msg']}")
+            fields = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+            if fields and fields <= optional:
+                valid = {name: value for name, value in row.items() if name not in fields}
+                rows.append(row_class.model_validate(valid))
+                faults["fields that are invalid and left out"].append(location)
+            else:
+                invalid.append(f"{location} {problem['msg']}")
     if invalid and not rows:
         raise ConfigError(f"{file}: {invalid[0]}; is it an instances file of COCO?")
     if invalid:

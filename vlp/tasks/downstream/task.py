@@ -278,7 +278,9 @@ class WritingTask(Downstream):
         self.decoder = AnswerDecoder(config, parts.model.config, head)
 
     def start_decoder(self, parts: Loaded) -> None:
-        """Initialise the layers as configured, and the output layer from pretraining's MLM head."""
+        """Continue the folder's decoder, or initialise layers as configured, the output by MLM."""
+        if self.load_head(parts):
+            return
         decoder = self.decoder
         try:
             reports = start_decoder(decoder, parts.model)

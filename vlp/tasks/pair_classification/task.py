@@ -152,10 +152,10 @@ class PairClassification(Distilled):
 
     @torch.no_grad()
     def predict(self, batch: PairBatch) -> list[str]:
-        """Return the name of the likeliest class of each sample; ValueError for NaN logits."""
+        """Return the likeliest class of each sample; ValueError for logits that are not finite."""
         logits = self.logits(batch).float()
         if not logits.isfinite().all():  # `argmax` of NaN would be a class
-            raise ValueError("the model gives logits that are not finite; try precision float32")
+            raise ValueError("the model gives logits that are not finite: try --precision float32")
         return [self.config.classes[index] for index in logits.argmax(-1).tolist()]
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from vlp.data.labelled_images import LabelledImages, subset
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import OrderedData, RngFactory, indexed_data
-from vlp.tasks.vision_only import LabelledImagesConfig
+from vlp.data.stream.loader import LabelledImagesConfig, OrderedData, RngFactory, indexed_data
 
 CHANNELS = 3
 
