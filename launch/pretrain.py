@@ -7,8 +7,7 @@
     python launch/pretrain.py --config FILE training.steps=100            (one process)
 
 The run's folder is the key `output`. `--resume` continues from its newest good checkpoint, on any
-number of ranks. Exit code 75: stopped by a signal or
-by the end of its launcher; resume it.
+number of ranks. Exit code 75: stopped by a signal or with its launcher; `--resume` continues.
 """
 
 from __future__ import annotations

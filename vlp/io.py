@@ -31,9 +31,9 @@ REFERENCE = re.compile(r"\$\{(\w+)\}")  # environment variable in a URL; no secr
 # `Path` drops one of a URL's two slashes. Letters before http may be `git+` or the end of a word.
 # In other schemes `?` is a wildcard unless a key and `=` follow.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}"
-# USER:PASSWORD@: the password may contain slashes and blanks. Digits are a port instead if a slash,
-# a blank or the text's end follows, and no @ in the same word.
-_PORT = r"\d{1,5}(?:/[^@\s]*(?:\s|$)|[^\w/+=@]|$)"
+# USER:PASSWORD@: the password may contain slashes and blanks. Digits are a port instead: of http
+# (group 2 of `_URL`) before any mark, else unless an @ follows as in `s3://KEY:7/SECRET@bucket`.
+_PORT = r"\d{1,5}(?:(?(2)\W|(?:[^\w/+=@]|/(?![^@\s?#\"'<>]{0,256}@)))|$)"
 _PASSWORD = rf"[^\s/:@?#\[]+:(?!{_PORT})(?=\S)(?:(?!{_SCHEME})[^@\n\"'<>]){{1,256}}@"
 _URL = re.compile(
     rf"((?:[A-Za-z][A-Za-z0-9+.-]{{0,25}})?(https?|ftps?):/{{1,2}}|{_SCHEME})"

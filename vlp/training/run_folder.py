@@ -184,10 +184,10 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """Return whether the folder holds a run; OSError if it cannot be read."""
-        # Other programs have folders `step_N`, too.
-        if any((path / "SHA256SUMS").is_file() for path in self.checkpoints.glob("step_*")):
+        if isinstance(_read_json(self.record).get("starts"), list):
             return True
-        return isinstance(_read_json(self.record).get("starts"), list)
+        # Other programs have folders `step_N`, too.
+        return any((path / "SHA256SUMS").is_file() for path in self.checkpoints.glob("step_*"))
 
     def require_same_run(self, config: Config) -> None:
         """Require that a configuration in the folder allows this run to resume."""
