@@ -157,6 +157,8 @@ def compare(
         encoding: dict[str, Any] = {"name": name, "options": {}}
         for setting in settings:
             key, equals, value = setting.partition("=")
+            if key in encoding["options"] or (not equals and "roles" in encoding):
+                raise ConfigError(f"{spec.strip()!r}: give roles and each option once")
             if equals:
                 encoding["options"][key] = parse_yaml(value)
             else:

@@ -232,8 +232,11 @@ def list_losses(
 
 def _is_positive(nearest: NDArray[np.int64], positives: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mark candidates (queries, top) that are among `positives` (queries, max_positives)."""
-    padded = positives[:, None]
-    return ((nearest[:, :, None] == padded) & (padded != PADDING)).any(axis=2)
+    is_positive = np.zeros(nearest.shape, dtype=bool)
+    # By columns: a caption of many images would make a large (queries, top, max_positives).
+    for column in positives.T:
+        is_positive |= (nearest == column[:, None]) & (column[:, None] != PADDING)
+    return is_positive
 
 
 # Images scored with every text bucket before the next images.

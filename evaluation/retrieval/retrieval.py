@@ -313,10 +313,14 @@ def evaluate_retrieval(
         if temperature is not None:
             by = f"similarity / {temperature:.3g} + match score"
         notes.append(f"The top {rerank} were re-ranked by {by}.")
-        means = {key: losses[key][~np.isnan(losses[key])] for key in sorted(losses)}
-        list_loss = {"/".join(k): float(v.mean()) for k, v in means.items() if len(v)}
-        parts = ", ".join(f"{name} {loss:.3f}" for name, loss in list_loss.items())
-        notes.append(f"List loss of the positives among them, in nats: {parts or 'none'}.")
+        parts = []
+        for (stage, direction), query_losses in sorted(losses.items()):
+            if not np.isnan(query_losses).all():
+                loss = float(np.nanmean(query_losses))
+                list_loss[f"{stage}/{direction}"] = loss
+                parts.append(f"{stage} {ARROWS[direction]} {loss:.3f}")
+        average = "List loss in nats, mean over queries with a positive among them"
+        notes.append(f"{average}: {', '.join(parts) or 'none'}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:

@@ -31,6 +31,7 @@ from evaluation.suite.others import OtherModel, other_model
 from evaluation.work_sharding import ProcessGroup
 from evaluation.zeroshot import evaluate_zeroshot, read_prompts
 from vlp.config import Choice, Config, ConfigError, LocalPath, validate
+from vlp.data.shards.sample_files import DataError
 from vlp.io import atomic_folder, parse_json, write_json
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.tasks.downstream.registry import task_kinds
@@ -251,7 +252,7 @@ def _checksum(file: Path) -> str:
 
 JOB = "job.json"
 # Wrong input; any other error is a defect, printed with its traceback.
-_INPUT_ERRORS = (ConfigError, EvaluationError, FileNotFoundError, ValueError)
+_INPUT_ERRORS = (ConfigError, DataError, EvaluationError, FileNotFoundError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,9 @@ def run_suite(
             try:
                 results[name] = _job_result(entry, job, out, checksums, progress, device, workers)
             except Exception as error:
-                failures[name] = " ".join(str(error).split()) or repr(error)
+                # From a worker process its text has the whole traceback.
+                message = error.plain_message if isinstance(error, DataError) else str(error)
+                failures[name] = " ".join(message.split()) or repr(error)
                 if not isinstance(error, _INPUT_ERRORS) and verbose:
                     traceback.print_exception(error, file=sys.stderr)
                 if verbose:

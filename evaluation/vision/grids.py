@@ -53,7 +53,8 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             # right tokens before it, so one teacher-forced pass is enough.
             with inference(torch_device, options.precision or "float32"):
                 logits = task.model(batch, batch.outputs)
-            require_finite(logits.float().cpu().numpy())  # `argmax` of NaN would be a token
+            # `argmax` of NaN would be a token. The sum is not finite if any logit is not.
+            require_finite(logits.double().sum().cpu().numpy())
             likeliest = logits.argmax(-1)
             for question, hit in zip(
                 part, (likeliest == batch.outputs).all(-1).tolist(), strict=True

@@ -338,6 +338,7 @@ def test_the_page_leads_to_a_table(folder):
         (["--encodings", "sap"], r"unknown position encoding 'sap' \(did you mean 'sape'"),
         (["--encodings", "anchor"], "lies between an image and a text|cross-modal"),
         (["--encodings", "rope-mixed:k"], "rope-mixed has no choice of queries, keys and values"),
+        (["--encodings", "irpe-product:q:k"], "give roles and each option once"),
         (["--encodings", "irpe-product:k:mode=biss"], "irpe-product.*mode.*biss"),
         (["--reference", "sape"], "unknown variants sape"),
         (["training.step=3"], "did you mean 'training.steps'"),
