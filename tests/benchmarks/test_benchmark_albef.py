@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from benchmarks.__main__ import main
 from benchmarks.albef import ALL, ALL_ACE, ANCHORED, EQUAL, OurStep, StepSizes, variants
 from benchmarks.step import random_batch
 
@@ -34,10 +33,3 @@ def test_a_step_has_the_losses_of_its_name_and_a_full_queue(name, losses):
     assert own.step() > 0
     assert any(not torch.equal(before[n], p) for n, p in own.trainee.task.named_parameters())
     assert (keys != teacher.queue.image).any(1).sum() == SIZES.rows  # of one step, not of two
-
-
-def test_ours_alone(capsys):
-    arguments = ["--width", "64", "--image-layers", "1", "--text-layers", "1", "--rows", "4"]
-    arguments += ["--cross-layers", "1", "--image-size", "32", "--queue", "8", "--turns", "1"]
-    assert main(["albef", *arguments]) == 0
-    assert f"times as fast as {EQUAL}" in capsys.readouterr().out

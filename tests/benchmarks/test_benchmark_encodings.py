@@ -1,9 +1,5 @@
-import json
-
 import pytest
 
-from benchmarks import encodings
-from benchmarks.__main__ import main
 from benchmarks.encodings import macs
 
 
@@ -15,18 +11,3 @@ def test_macs_are_those_of_the_paper_but_for_values():
     assert added[:2] == pytest.approx([4659 - 4613, 4706 - 4613], rel=0.03)
     tokens, width, layers, rows = 197, 384, 12, 50
     assert added == pytest.approx([n * tokens * width * rows * layers / 1e6 for n in (1, 2, 3)])
-
-
-def test_it_runs_and_ends_in_figures(monkeypatch, capsys):
-    monkeypatch.setattr(encodings, "MODEL", "deit_tiny_patch16_224")
-    assert (
-        main(["encodings", "--sizes", "32", "--rows", "2", "--rounds", "1", "--only", "rope-axial"])
-        == 0
-    )
-    *_, training, inference = capsys.readouterr().out.splitlines()
-    for line, part in ((training, "training"), (inference, "inference")):
-        figure = json.loads(line)
-        assert figure["name"] == f"encodings/32/rope-axial/{part}"
-        assert figure["value"] > 0
-        assert figure["unit"] == "%"
-    assert main(["encodings", "--only", "nonsense"]) == 2

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-import torch
 from tests_support import TINY_MODEL
 
-from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, measure_overhead, variants
+from benchmarks.step import QUEUE, WITH, WITHOUT, added_share, variants
 from vlp.config import merge
 from vlp.training.config import PretrainConfig
 
@@ -37,22 +36,3 @@ def test_slow_moments_that_hit_both_do_not_move_the_share():
     assert low < share < high
     assert high - low < 0.02
     assert added_share(without, without) == (0, (0, 0))
-
-
-@pytest.mark.nightly
-def test_every_pass_and_part_is_measured():
-    config = PretrainConfig.model_validate(CONTENT)
-    found = measure_overhead(config, 4, 3, 5, torch.device("cpu"), profiled_steps=1)
-    for name in (WITH, WITHOUT):
-        parts = {part: values[name] for part, values in found.parts.items()}
-        assert set(parts) == {"forward", "backward", "optimiser", "step"}
-        assert all(value > 0 for value in parts.values())
-    everywhere = {f"pass/{name}" for name in ("clean", "teacher", "itm", "mlm", "mim")}
-    assert everywhere <= {name for name, values in found.passes.items() if WITHOUT in values}
-    assert {"anchor/field", "pass/anchor_threshold"} <= {
-        name for name, values in found.passes.items() if WITHOUT not in values
-    }
-    assert found.peak[WITH] > found.peak[WITHOUT] > 0
-    assert found.memory == found.peak[WITH] / found.peak[WITHOUT] - 1
-    weights = 8 * 4 * sum(p.numel() for p in torch.nn.Linear(16, 64, bias=False).parameters())
-    assert found.peak[WITHOUT] > weights

@@ -11,6 +11,9 @@ import pytest
 
 import launch.pretrain
 import launch.train_vision
+from evaluation.probes.word_pointing import KindFigures, PointingResult
+from evaluation.results import Figure
+from evaluation.retrieval.retrieval import RetrievalResult
 from launch import demo
 from launch.cli.main import main, run_script, train
 from vlp.lock import FolderLock
@@ -163,3 +166,33 @@ def test_finetune_names_tasks_of_plugins_and_their_errors(tmp_path, monkeypatch,
     (tmp_path / "run.yaml").write_text(f"plugins: [{tmp_path}/broken.py]")
     assert main(["finetune", "counted", "--config", str(tmp_path / "run.yaml")]) == 2
     assert "broken.py: SyntaxError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("dual R@1", 0.80, None),
+        ("dual R@1", 0.74, "R@1 74.0% is below 75%"),
+        ("dual R@10", 0.94, "R@10 94.0% is below 95%"),
+        ("rerank R@1", 0.79, "R@1 80.0% drops to 79.0% re-ranked"),
+        ("colour", 0.79, "colour words point right in 79.0%, below 80%"),
+        ("shape", 0.59, "shape words point right in 59.0%, below 60%"),
+    ],
+)
+def test_every_promise_of_the_demo_is_checked(name, value, message):
+    values = {"dual R@1": 0.80, "dual R@10": 0.99, "rerank R@1": 0.81, "rerank R@10": 0.99}
+    values |= {"colour": 0.9, "shape": 0.8, name: value}
+    kinds = {
+        kind: KindFigures(10, Figure(values.pop(kind), 0, 1, 0.09), 0.4, Figure(1, 1, 1, 0.2), None)
+        for kind in ("colour", "shape")
+    }
+    figures = {
+        (key.split()[0], direction, key.split()[1]): Figure(share, share, share, 0.0)
+        for key, share in values.items()
+        for direction in demo.DIRECTIONS
+    }
+    problems = demo.shortfalls(
+        RetrievalResult("retrieval", {}, ("val",), figures),
+        PointingResult("pointing", {}, ("val",), {}, kinds=kinds),
+    )
+    assert any(message in problem for problem in problems) if message else not problems

@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import vlp
+from evaluation.__main__ import main
 from evaluation.downstream.predict import predict_item
 from evaluation.page.gradio_page import abilities, page, serve
 from evaluation.page.session import ModelSession
@@ -127,6 +129,12 @@ def test_an_upload_is_decoded_within_the_limits(tried, tmp_path, red, monkeypatc
         tried.match(tmp_path / "absent.png", TEXT)
 
 
+def test_without_gradio_the_command_says_what_to_install(model_folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert main(["demo", "--model", str(model_folder)]) == 2
+    assert "pip install" in capsys.readouterr().err
+
+
 @needs_gradio
 @pytest.mark.parametrize("kind", ["plain", "nlvr2", "caption"])
 def test_every_action_has_examples_that_it_answers(task_folders, kind):
@@ -139,6 +147,17 @@ def test_every_action_has_examples_that_it_answers(task_folders, kind):
         assert len(table.samples[0]) == len(act.inputs)
         assert act.fn(*table.raw_samples[-1])
         assert all(part.value for part in act.inputs), "the page opens with the first one"
+
+
+@needs_gradio
+def test_a_mistake_leaves_no_older_result(tried):
+    made = page(tried)
+    acts = {n: one for n, one in made.fns.items() if one.api_visibility == "public"}
+    for number, act in acts.items():
+        (after,) = [one for one in made.fns.values() if one.trigger_after == number]
+        assert after.trigger_only_on_failure
+        assert after.outputs == act.outputs
+        assert after.fn() == (None if len(act.outputs) == 1 else [None] * len(act.outputs))
 
 
 def test_a_match_score_that_was_never_trained_ranks_nothing(
