@@ -33,7 +33,7 @@ class CausalAttention(nn.Module):
     Args:
         width: channels of the states.
         heads: attention heads; divide the width.
-        positions: encodings with `rotate`, `bias` and `value` hooks, and with `causal` True.
+        positions: encodings with `rotate`, `bias` and `value` hooks; `causal` must be True.
         scale: see `attend`.
     """
 

@@ -178,9 +178,10 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
 
 class ByModality(PositionEncoding):
-    """Pair of encodings, of which every hook uses that of the stream (`context.text_queries`).
+    """One encoding for the text stream and one for the image stream (`context.text_queries`).
 
-    A stream without an encoding stays unchanged, and so does a hook that its encoding lacks.
+    A stream stays unchanged without an encoding, or by a hook that its encoding lacks. Hooks act
+    through the call alone: see `call_method`.
 
     Args:
         text: encoding of the text stream, or None.
@@ -199,6 +200,8 @@ class ByModality(PositionEncoding):
 
     def forward(self, method: str, *arguments: Any) -> Any:
         """Run a hook of the stream's encoding; every hook's last argument is the context."""
+        if method not in self.HOOKS:
+            return super().forward(method, *arguments)
         context: PositionContext = arguments[-1]
         encoding = self.text if context.text_queries else self.image
         if encoding is None or method not in hooks_of(encoding):

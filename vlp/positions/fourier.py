@@ -191,7 +191,8 @@ class FourierPosition(TokenEncoding):
     def regulariser(self, strength: float = 1.0, per_dim: bool = False) -> Tensor:
         """Return strength * KL of the weights against the learned target, a term of the loss.
 
-        The strength is lambda of Eq. 11 (papers.md#fourier-f10). Call it by `call_method`.
+        The strength is lambda of Eq. 11 (papers.md#fourier-f10). Under wrappers that gather weights
+        use `vlp.positions.base.call_method`, which takes positional arguments alone.
         """
         if self.log_variance is None:
             raise ValueError("fourier: the regulariser needs the option regularised=True")

@@ -237,9 +237,11 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
                 locations = [problem["loc"] for problem in error.errors()]
                 invalid = {loc[0] for loc in locations if loc}
                 annotation = _without_fields(content, invalid)
-                is_captioned = all(locations) and captions_of(annotation)  # (): of the whole JSON
-                is_captioned = is_captioned and invalid.isdisjoint(_ITEM_FIELDS)
-                if not is_captioned and (text is None or not read(text).strip()):
+                is_whole = not all(locations)  # the location () is the whole JSON
+                is_captioned = not is_whole and len(captions_of(annotation)) > 0
+                if not (is_captioned and invalid.isdisjoint(_ITEM_FIELDS)) and (
+                    text is None or not read(text).strip()
+                ):
                     raise
         if text is not None and not captions_of(annotation):
             caption = read(text).decode("utf-8-sig")

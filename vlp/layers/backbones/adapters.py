@@ -323,8 +323,11 @@ class RelPosAdapter(Adapter):
 
 
 ADAPTERS: tuple[type[Adapter], ...] = (
-    *(ViTAdapter, SwinAdapter, SwinV2Adapter),
-    *(EvaAdapter, RelPosAdapter),
+    ViTAdapter,
+    SwinAdapter,
+    SwinV2Adapter,
+    EvaAdapter,
+    RelPosAdapter,
 )
 
 
