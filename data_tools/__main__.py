@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from vlp.command_line import Command, Group, run_app
+from vlp.command_line import START_HERE, Command, Group, run_app
 
 # Name -> module and one line of help; the function is called like the command (see _FUNCTIONS).
 COMMANDS = {
@@ -93,19 +93,18 @@ def load(name: str) -> DataCommand:
     return command
 
 
-def data_commands() -> Group:
-    """Return all data tools as one group of commands."""
-    return Group(
-        name="data",
-        commands=[LazyCommand(name, short_help=about) for name, (_, about) in COMMANDS.items()],
-        help="Build, inspect and clean shards.",
-        rich_markup_mode=None,
-    )
+data_commands = Group(
+    name="data",
+    commands=[LazyCommand(name, short_help=about) for name, (_, about) in COMMANDS.items()],
+    help="Build, inspect and clean shards.",
+    rich_markup_mode=None,
+    rich_help_panel=START_HERE,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong input, 130: interrupted)."""
-    return run_app(data_commands(), "python -m data_tools", arguments)
+    return run_app(data_commands, "python -m data_tools", arguments)
 
 
 if __name__ == "__main__":

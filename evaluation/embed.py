@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from evaluation.encoder import count_cut, require_finite
-from evaluation.item_results import item_blocks
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
-from evaluation.work_sharding import ProcessGroup, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, inference, item_blocks
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample

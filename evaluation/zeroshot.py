@@ -16,12 +16,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.encoder import GIBIBYTE, Block, BlockCache, require_finite
-from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import ProcessGroup, evaluating, inference
+from evaluation.work_sharding import (
+    ProcessGroup,
+    clustered_figures,
+    evaluate_blocks,
+    evaluating,
+    inference,
+    keep_scores,
+)
 from vlp.data.labelled_images import Labelled, open_labelled
 from vlp.data.schema import normalised_caption
 from vlp.io import lines_of

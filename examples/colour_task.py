@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.task_evaluation import Scored, TaskEvaluation
-from evaluation.item_results import clustered_figures, keep_scores
+from evaluation.downstream.task_evaluation import Scored, TaskEvaluation, register_evaluation
+from evaluation.work_sharding import clustered_figures, keep_scores
 from vlp.data.downstream.dataset import DownstreamDataset, Items, decode_images
 from vlp.data.schema import captions_of
 from vlp.data.stream.batch import to_device

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
@@ -27,7 +27,7 @@ from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, has_task, start_parts
 from vlp.tasks.retrieval.task import PairsTask
 from vlp.tasks.teacher import Distilled
-from vlp.training.best_checkpoint import BestCheckpoint, Parameters
+from vlp.training.checkpoints import BestCheckpoint, Parameters
 from vlp.training.command import run_training
 from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters

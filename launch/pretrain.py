@@ -36,7 +36,7 @@ from vlp.models.folder import Loaded, require_frozen_tower
 from vlp.models.towers import require_padding
 from vlp.tasks.pretraining import Pretraining
 from vlp.tasks.task import strip_prefix
-from vlp.training.best_checkpoint import BestCheckpoint, Parameters
+from vlp.training.checkpoints import BestCheckpoint, Parameters
 from vlp.training.command import run_training
 from vlp.training.config import PretrainConfig, ValidationConfig
 from vlp.training.engines.deepspeed import shards_parameters

@@ -141,7 +141,7 @@ def _mean(weighted: Sequence[tuple[float, float]]) -> float:
 
 def evaluate_fine_tuned(folder: Path, settings: FineTunedConfig) -> dict[str, float]:
     """Evaluate a fine-tuned model by its task's figures, in percent."""
-    from evaluation.downstream.registry import get_evaluation
+    from evaluation.downstream.task_evaluation import get_evaluation
 
     run_config = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     result = get_evaluation(run_config["task"]["kind"]).evaluate_folder(

@@ -36,7 +36,7 @@ class Evaluations(Group):
         """Find a command, also of a task that a plugin registered."""
         # Plugins are loaded with the group's options, after the built-in commands were added.
         if (kind := args[0]) not in self.commands and kind in task_kinds():
-            from evaluation.downstream.registry import get_evaluation
+            from evaluation.downstream.task_evaluation import get_evaluation
 
             single = new_app()
             job = get_evaluation(kind).job

@@ -10,13 +10,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_captions
-from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
-from evaluation.item_results import clustered_figures, keep_scores
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    Row,
+    Scored,
+    TaskEvaluation,
+    register_evaluation,
+)
 from evaluation.results import Figure
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import ProcessGroup
+from evaluation.work_sharding import ProcessGroup, clustered_figures, keep_scores
 from vlp.data.shards.shard_reader import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_refcoco
-from evaluation.downstream.task_evaluation import TaskEvaluation
+from evaluation.downstream.task_evaluation import TaskEvaluation, register_evaluation
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.jobs import GroundingJob
 from evaluation.options import EvalOptions

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_nlvr2, write_snli_ve
 from evaluation.downstream.task_evaluation import (
     PageAction,
     Row,
     Scored,
     TaskEvaluation,
+    register_evaluation,
     sentence_of,
 )
-from evaluation.item_results import clustered_figures, keep_scores
+from evaluation.work_sharding import clustered_figures, keep_scores
 from vlp.data.downstream.dataset import panels
 from vlp.data.shards.shard_reader import Item
 from vlp.tasks.pair_classification.data import PairBatch, PairExample

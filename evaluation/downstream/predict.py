@@ -13,16 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.downstream.registry import get_evaluation
-from evaluation.downstream.task_evaluation import Row, drop_fields, load_for_evaluation, load_model
+from evaluation.downstream.task_evaluation import (
+    Row,
+    drop_fields,
+    get_evaluation,
+    load_for_evaluation,
+    load_model,
+)
 from evaluation.encoder import encode_image
 from evaluation.grounding.grounding import evaluate_grounding
-from evaluation.item_results import EvaluatedItems
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import UNTRAINED_MATCH
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import EvaluatedItems, evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evaluation.downstream.registry import register_evaluation
-from evaluation.downstream.task_evaluation import TaskEvaluation
+from evaluation.downstream.task_evaluation import TaskEvaluation, register_evaluation
 from evaluation.jobs import RetrievalJob
 from evaluation.options import EvalOptions
 from evaluation.results import Result

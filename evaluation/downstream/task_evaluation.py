@@ -1,9 +1,14 @@
-"""Evaluation of one kind of downstream task: figures, predictions, submission, report and page."""
+"""Evaluation of downstream tasks by kind: figures, predictions, submission, report and page.
+
+A built-in task is evaluated by this package's module of the same name as in `vlp.tasks.downstream`.
+Other packages call `register_evaluation` where they register the task.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,15 +17,16 @@ from PIL import Image
 
 import vlp
 from evaluation.downstream.submissions import Submission
-from evaluation.item_results import EvaluatedItems, evaluate_blocks
 from evaluation.jobs import Job
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result
 from evaluation.samples import EvaluationError, single_line_errors
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import EvaluatedItems, evaluate_blocks, evaluating, inference
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
+from vlp.tasks.downstream.registry import get_task, task_kinds, task_module
 from vlp.tasks.downstream.task import Downstream, load_task
+from vlp.tasks.retrieval.task import PairsTask
 
 
 def sentence_of(row: Mapping[str, Any]) -> str:
@@ -210,3 +216,42 @@ def load_model(folder: str | Path) -> Loaded:
     """Load any model folder."""
     with single_line_errors():
         return vlp.load(folder)
+
+
+_registered: dict[str, TaskEvaluation] = {}
+
+
+def register_evaluation(evaluation: TaskEvaluation) -> None:
+    """Register an evaluation under its kind; it replaces an earlier evaluation of the kind."""
+    _registered[evaluation.kind] = evaluation
+
+
+def get_evaluation(kind: str) -> TaskEvaluation:
+    """Return the evaluation of a kind, importing its module on first use."""
+    if kind not in _registered and task_module(kind):
+        import_module(f"evaluation.downstream.{task_module(kind)}")
+    # Importing a plugin's task registers its evaluation, too; an unknown kind is an error.
+    if kind not in _registered:
+        get_task(kind)
+    if kind not in _registered:
+        raise ValueError(f"no evaluation is registered for tasks {kind!r}")
+    return _registered[kind]
+
+
+def page_actions() -> dict[PageAction, list[str]]:
+    """Return the page's actions that need a fine-tuned model, with the kinds of task that serve."""
+    actions: dict[PageAction, list[str]] = {}
+    for kind in task_kinds():
+        if action := get_evaluation(kind).action:
+            actions.setdefault(action, []).append(kind)
+    return actions
+
+
+def evaluate_task(
+    task: Downstream | PairsTask,
+    shards: Sequence[str | Path],
+    options: EvalOptions = EvalOptions(),
+    **kwargs: Any,
+) -> Result:
+    """Evaluate a task on shards; the same for any number of ranks."""
+    return get_evaluation(task.kind).evaluate(task, shards, options, **kwargs)

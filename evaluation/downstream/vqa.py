@@ -11,11 +11,16 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from evaluation.downstream.registry import register_evaluation
 from evaluation.downstream.submissions import Submission, write_vqa
-from evaluation.downstream.task_evaluation import PageAction, Row, Scored, TaskEvaluation
-from evaluation.item_results import clustered_figures, keep_scores
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    Row,
+    Scored,
+    TaskEvaluation,
+    register_evaluation,
+)
 from evaluation.jobs import VqaJob
+from evaluation.work_sharding import clustered_figures, keep_scores
 from vlp.data.shards.shard_reader import Item
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy

@@ -16,11 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from evaluation.grounding.grad_cam import grad_cam, layer_number
-from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.options import EvalOptions
 from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import (
+    clustered_figures,
+    evaluate_blocks,
+    evaluating,
+    inference,
+    keep_scores,
+)
 from vlp.config import Precision
 from vlp.data.boxes import overlaps
 from vlp.data.image.decode import decode_image

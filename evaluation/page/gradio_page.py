@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from evaluation.downstream.registry import page_actions
+from evaluation.downstream.task_evaluation import page_actions
 from evaluation.page.examples import examples
 from evaluation.page.session import ModelSession
 from evaluation.samples import EvaluationError

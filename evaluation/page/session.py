@@ -14,8 +14,13 @@ import torch
 from PIL import Image
 
 from evaluation.downstream.predict import match_of
-from evaluation.downstream.registry import get_evaluation, page_actions
-from evaluation.downstream.task_evaluation import PageAction, load_for_evaluation, load_model
+from evaluation.downstream.task_evaluation import (
+    PageAction,
+    get_evaluation,
+    load_for_evaluation,
+    load_model,
+    page_actions,
+)
 from evaluation.encoder import encode_image
 from evaluation.grounding.heatmaps import draw_boxes, overlay_anchors, overlay_heatmap, phrase_heat
 from evaluation.options import EvalOptions

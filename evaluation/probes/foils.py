@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.item_results import clustered_figures, evaluate_blocks, keep_scores
 from evaluation.options import EvalOptions
 from evaluation.results import Result, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import (
+    clustered_figures,
+    evaluate_blocks,
+    evaluating,
+    inference,
+    keep_scores,
+)
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, apply_view
 from vlp.data.schema import captions_of

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.item_results import evaluate_blocks
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluate_blocks, evaluating, inference
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, apply_view
 from vlp.data.shards.shard_reader import Item, Items

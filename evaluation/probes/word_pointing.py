@@ -25,7 +25,6 @@ from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
 from evaluation.grounding.grad_cam import grad_cam, layer_number
-from evaluation.item_results import clustered_figures
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import (
@@ -36,7 +35,7 @@ from evaluation.samples import (
     drop_blank_captions,
     format_kinds,
 )
-from evaluation.work_sharding import ProcessGroup, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, clustered_figures, evaluating, inference
 from vlp.data.boxes import overlaps
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample

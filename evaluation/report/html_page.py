@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from evaluation.downstream.registry import get_evaluation
-from evaluation.downstream.task_evaluation import load_model
+from evaluation.downstream.task_evaluation import get_evaluation, load_model
 from evaluation.grounding.heatmaps import data_uri, draw_boxes, overlay_anchors
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from evaluation.downstream.registry import get_evaluation
-from evaluation.downstream.task_evaluation import load_model
+from evaluation.downstream.task_evaluation import get_evaluation, load_model
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.jobs import JOBS, NAME, PROBES, Job, ZeroShotJob
 from evaluation.options import EvalOptions

@@ -347,9 +347,7 @@ def commands() -> TyperGroup:
     """Return all commands; `vlp data` loads its commands when they run."""
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
-    data = data_commands()
-    data.rich_help_panel = START_HERE
-    group.add_command(data)
+    group.add_command(data_commands)
     return group
 
 

@@ -14,7 +14,7 @@ from question_shards import photo, write_shards
 import vlp
 from data_tools.scenes import make_sample
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils

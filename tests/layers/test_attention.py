@@ -4,8 +4,7 @@ import math
 import pytest
 import torch
 
-from vlp.layers.attention import Attention, attend, mask_bias
-from vlp.layers.causal import CausalAttention, Past
+from vlp.layers.attention import Attention, CausalAttention, Past, attend, mask_bias
 from vlp.positions import create_position
 from vlp.positions.alibi2d import bias as distance_bias
 from vlp.positions.base import PositionContext, PositionEncoding

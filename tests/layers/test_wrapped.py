@@ -4,8 +4,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from vlp.layers.attention import Attention
-from vlp.layers.causal import CausalAttention
+from vlp.layers.attention import Attention, CausalAttention
 from vlp.models.itm_scorer import attend_shared_image
 from vlp.positions import attach, create_position
 from vlp.positions.base import PositionContext

@@ -6,7 +6,7 @@ from pair_shards import entailment_shards, tiny_folder
 from PIL import Image
 
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.options import EvalOptions
 from vlp.serving.model_card import MARK, model_card, write_model_card
 from vlp.tasks.downstream.task import start_parts

@@ -20,8 +20,7 @@ from training_toy import PlainEngine, ToyData, ToyTask, log_lines, toy_batch, to
 
 from vlp.distributed import broadcast_tensors
 from vlp.training import checkpoints as module
-from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoints import CheckpointError, Checkpoints, verify
+from vlp.training.checkpoints import BestCheckpoint, CheckpointError, Checkpoints, verify
 from vlp.training.config import PretrainConfig
 from vlp.training.engines.ddp import DdpEngine
 from vlp.training.progress import Progress

@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from vlp.config import Config, ConfigError
 from vlp.data.text.tokenizer import predicted_positions
-from vlp.layers.attention import attend, mask_bias
+from vlp.layers.attention import CausalAttention, Past, attend, mask_bias
 from vlp.layers.blocks import INIT_STD, NORM_EPS, FeedForward, TextEmbedding
-from vlp.layers.causal import CausalAttention, Past
 from vlp.models.config import ModelConfig
 from vlp.models.pretrained.load import (
     LoadReport,

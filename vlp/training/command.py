@@ -25,8 +25,7 @@ from vlp.data.shards.sample_files import DataError, PausedDataError
 from vlp.io import redact
 from vlp.lock import FolderLock
 from vlp.models.towers import require_whole_batches
-from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoints import CheckpointError
+from vlp.training.checkpoints import BestCheckpoint, CheckpointError
 from vlp.training.config import RunConfig, TrainingConfig
 from vlp.training.engines.compile import checkpoint_activations, compile_task
 from vlp.training.engines.engine import Engine

@@ -21,8 +21,7 @@ from vlp.data.stream.rng import stable_hash
 from vlp.io import atomic_folder, link_missing, restore_folder
 from vlp.tasks.pretraining.statistics import CollapseWatch
 from vlp.tasks.task import StepOutput, Task
-from vlp.training.best_checkpoint import BestCheckpoint
-from vlp.training.checkpoints import CheckpointError, Checkpoints
+from vlp.training.checkpoints import BestCheckpoint, CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
 from vlp.training.engines.engine import Engine
 from vlp.training.log import RunLog, open_trackers

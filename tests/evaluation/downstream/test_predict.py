@@ -10,7 +10,6 @@ from question_shards import photo, question, write_shards
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
 from evaluation.downstream.predict import predict, predict_item
 from evaluation.downstream.submissions import (
     write_captions,
@@ -19,6 +18,7 @@ from evaluation.downstream.submissions import (
     write_snli_ve,
     write_vqa,
 )
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation, Expression

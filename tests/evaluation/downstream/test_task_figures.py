@@ -8,9 +8,8 @@ from pair_shards import annotated_shards, entailment_shards, statement_shards, t
 from question_shards import coloured, photo, question, write_shards
 
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
 from evaluation.downstream.submissions import write_captions
-from evaluation.downstream.task_evaluation import sentence_of
+from evaluation.downstream.task_evaluation import evaluate_task, sentence_of
 from evaluation.downstream.vqa import VqaEvaluation
 from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError

@@ -9,7 +9,7 @@ from pair_shards import annotated_shards, entailment_shards
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.latex import latex_table
 from evaluation.options import EvalOptions
 from evaluation.report.html_page import page, retrieval_cases, training_curves

@@ -8,7 +8,7 @@ from scipy import stats
 
 import vlp
 from evaluation.__main__ import main
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.options import EvalOptions
 from evaluation.results import write_lines
 from evaluation.retrieval.retrieval import evaluate_retrieval

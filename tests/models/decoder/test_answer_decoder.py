@@ -6,7 +6,7 @@ from tests_support import tiny_config
 from torch.nn import functional
 
 from vlp.config import ConfigError
-from vlp.layers.causal import Past
+from vlp.layers.attention import Past
 from vlp.models.decoder import (
     AnswerDecoder,
     AnswerDecoderConfig,

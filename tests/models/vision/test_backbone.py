@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vlp.config import ConfigError, load_config
-from vlp.layers.causal import CausalAttention
+from vlp.layers.attention import CausalAttention
 from vlp.models.vision.backbone import (
     BackboneConfig,
     attention_encodings,

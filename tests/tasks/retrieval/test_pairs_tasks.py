@@ -5,7 +5,7 @@ import torch
 from pair_shards import annotated_shards, tiny_folder
 from tests_support import first_batch
 
-from evaluation.downstream import evaluate_task
+from evaluation.downstream.task_evaluation import evaluate_task
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.retrieval.retrieval import evaluate_retrieval

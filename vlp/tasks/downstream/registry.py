@@ -4,7 +4,8 @@ A new task is at most four files:
 
 1. `vlp/tasks/MINE/task.py` with the task's configuration (`kind: Literal["mine"]`), its
    `Downstream` and `build`, which calls `register_task`;
-2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see `evaluation.downstream.registry`);
+2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see
+   `evaluation.downstream.task_evaluation`);
 3. a line in `_BUILT_IN`, or in another package an entry point of the group `vlp.tasks`, which names
    the module that registers task and evaluation;
 4. a configuration file of its fine-tuning.

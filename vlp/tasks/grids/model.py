@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.config import Config, ConfigError
-from vlp.layers.attention import Attention
+from vlp.layers.attention import Attention, CausalAttention
 from vlp.layers.blocks import FeedForward
-from vlp.layers.causal import CausalAttention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
