@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 .PHONY: demo test test-commands test-nightly test-gpu test-lowest lint types contracts docs resume-check proof prose lock clean
 
-# `make demo FRESH=1` deletes a finished run first.
+# `make demo FRESH=1` deletes an earlier demo first.
 demo: $(READY)
 	$(BIN)/python -m launch demo $(if $(FRESH),--fresh)
 

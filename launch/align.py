@@ -199,7 +199,7 @@ def run_align(
         with FolderLock(out):
             count, model = align(config, out, epochs, shrinkage)
     except DataError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.plain_message) from error
     print(f"{out}: projections aligned on {count:,} pairs")
     if count < (channels := model.config.embed_dim):
         print(f"warning: {count} pairs are too few for {channels} channels: expect chance recall")

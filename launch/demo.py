@@ -38,11 +38,9 @@ MIN_POINTING = {"colour": 0.80, "shape": 0.60}
 
 
 def run_demo(fresh: bool = False) -> int:
-    """Run every part; return 1 for missed targets, 2 if there is a finished run."""
-    if (RUN / "run" / "model").exists() and not fresh:
-        print(
-            f"{RUN} holds a finished run; --fresh deletes it (make demo FRESH=1)", file=sys.stderr
-        )
+    """Run every part; return 1 for missed targets, 2 if an earlier demo's files are there."""
+    if not fresh and RUN.exists() and any(RUN.iterdir()):
+        print(f"{RUN} is not empty; --fresh deletes it (make demo FRESH=1)", file=sys.stderr)
         return 2
     start = time.monotonic()
     shutil.rmtree(RUN, ignore_errors=True)

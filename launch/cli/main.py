@@ -56,9 +56,7 @@ NewFolder = Annotated[Path, Option(metavar="DIR", help="a new folder")]
 
 
 def demo(
-    fresh: Annotated[bool, Option("--fresh", help="delete a finished run of runs/demo first")] = (
-        False
-    ),
+    fresh: Annotated[bool, Option("--fresh", help="delete an earlier demo's runs/demo")] = False,
 ) -> int:
     """Build data, pretrain and evaluate a small model, in minutes."""
     from launch.demo import run_demo

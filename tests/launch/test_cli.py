@@ -68,9 +68,12 @@ def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     assert "vlp train --config own.yaml" in said
 
 
-def test_the_demo_keeps_a_finished_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("left", ["run/model", "run/checkpoints/step_10", "notes"])
+def test_the_demo_keeps_an_earlier_demo_even_if_it_was_interrupted(
+    left, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    model = demo.RUN / "run" / "model"
+    model = demo.RUN / left
     model.mkdir(parents=True)
     monkeypatch.setattr(demo, "_run", lambda started: 0)
     with pytest.raises(SystemExit):

@@ -139,7 +139,7 @@ def test_few_open_files_are_refused_and_enough_are_enough(lab):
         run = started(["bash", "-c", script, "pretrain", *lab.arguments("files", *more)])
         said = run.communicate(timeout=300)[0]
         assert run.returncode == code, said
-        few = "only 64 open files are allowed (ulimit -n); 256 are needed" in said
+        few = "only 64 open files are allowed; raise `ulimit -n` to 256" in said
         assert few == (limit == 64)
     assert not lab.report("files")["skipped_samples"]
 

@@ -16,46 +16,44 @@ from vlp.training.run_folder import RunFolder, read_record
 def two_starts(folder, name):
     folder.config.write_text("training: {batch: 8}\ndata: {sources: [{path: shards}]}\n")
     for step, more in ((0, (1, 2)), (2, (3,))):
-        with RunLog(folder, step, 3, open_trackers([name], folder, step)) as log:
+        with RunLog(folder, step, 3, open_trackers([name], folder, step, step), step) as log:
             for number in more:
                 log.write({"step": number, "loss/total": 1.0 / number, "epoch": None})
             log.write_validation(number, {"text_to_image R@1": number / 10})
 
 
 @pytest.mark.nightly
-def test_wandb_offline(tmp_path, monkeypatch):
+def test_wandb_offline_has_a_step_once_after_a_resume_from_an_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
     two_starts(folder, "wandb")
-    tracker = open_trackers(["wandb"], folder, 3)["wandb"]
-    for step in (4, 2):  # as after a kill at step 4 and a resume from step 1
-        tracker.log({"loss/total": float(step)}, step)
-    tracker.close(failed=False)
     one = read_record(folder.path)["trackers"]["wandb"]
-    found = {}
-    end = time.monotonic() + 30
-    while 4 not in found and time.monotonic() < end:  # a process of wandb's writes it
-        found = history(folder, one)
-    assert {step: float(items["loss/total"]) for step, items in found.items()} == {
-        1: 1.0,
-        2: 2.0,
-        3: pytest.approx(1 / 3),
-        4: 4.0,
-    }
-    assert float(found[3]["validation/text_to_image R@1"]) == 0.3
+    with RunLog(folder, 1, 3, open_trackers(["wandb"], folder, 1)) as log:
+        log.write({"step": 2, "loss/total": 7.0})
+    other = read_record(folder.path)["trackers"]["wandb"]
+    for name, losses in ((one, [1.0, 0.5, pytest.approx(1 / 3)]), (other, [1.0, 7.0])):
+        found = []
+        end = time.monotonic() + 30
+        while len(found) < len(losses) and time.monotonic() < end:  # a process of wandb's writes it
+            found = [items for items in history(folder, name) if "loss/total" in items]
+        assert [int(items["step"]) for items in found] == [*range(1, len(losses) + 1)]
+        assert [float(items["loss/total"]) for items in found] == losses
+    recalls = [items.get("validation/text_to_image R@1") for items in history(folder, one)]
+    assert [recall for recall in recalls if recall] == ["0.2", "0.3"]
 
 
 def history(folder, one):
-    found = {}
+    found = []
     for file in sorted(folder.path.glob(f"wandb/offline-run-*-{one}*/*.wandb")):
         for record in records(file):
             if record.run.run_id:
                 assert (record.run.run_id, record.run.project) == (one, "vlp")
                 assert record.run.display_name == "run"
             if record.history.item:
-                items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-                found.setdefault(int(items["step"]), {}).update(items)
+                found.append(
+                    {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
+                )
     return found
 
 
@@ -92,15 +90,17 @@ def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
     assert run.data.tags["training.batch"] == "8"
     with (
         pytest.raises(FloatingPointError),
-        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, 3)),
+        RunLog(folder, 3, 4, open_trackers(["mlflow"], folder, 3, 3), 3),
     ):
         raise FloatingPointError
     assert client.get_run(one).info.status == "FAILED"
-    with RunLog(folder, 2, 4, open_trackers(["mlflow"], folder, 2)) as log:
+    with RunLog(folder, 2, 4, open_trackers(["mlflow"], folder, 2, 1), 1) as log:
+        log.write_validation(2, {"text_to_image R@1": 0.2})  # validated again
         log.write({"step": 3, "loss/total": 7.0})
     other = read_record(folder.path)["trackers"]["mlflow"]
     losses = client.get_metric_history(other, "loss/total")
     assert [(metric.step, metric.value) for metric in losses] == [(1, 1.0), (2, 0.5), (3, 7.0)]
+    [recall] = client.get_metric_history(other, "validation/text_to_image R_1")
     assert client.get_metric_history(one, "loss/total") == []
 
 

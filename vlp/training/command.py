@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from vlp import distributed
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import set_limits
-from vlp.data.shards.sample_files import DataError, PausedDataError
+from vlp.data.shards.sample_files import DataError, PausedDataError, UnreadableDataError
 from vlp.io import redact
 from vlp.lock import FolderLock
 from vlp.models.towers import require_whole_batches
@@ -41,6 +41,11 @@ from vlp.training.loop import NonFiniteError, train
 from vlp.training.run_folder import RunFolder, require_same_on_all_ranks
 from vlp.training.stop_requests import REQUEUE, StopSignals, leave
 
+_DATA_REMEDIES: dict[type[DataError], str] = {
+    PausedDataError: "; paused: continue with --resume when the store is back",
+    UnreadableDataError: "; continue with --resume when it is readable; a pretraining can skip its "
+    "samples: data.outages.policy=skip",
+}
 # Part of PyTorch's message when loader processes lack memory -> remedy.
 _SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
 _LOADER = {
@@ -197,7 +202,8 @@ def _explain(error: BaseException) -> None:
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, DataError):
-        print(f"error on rank {rank}: {error}", file=sys.stderr)
+        remedy = _DATA_REMEDIES.get(type(error), "")
+        print(f"error on rank {rank}: {error}{remedy}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"error on rank {rank}: {error}; free disk space, then --resume", file=sys.stderr)
     elif advice := [advice for part, advice in _LOADER.items() if part in message]:

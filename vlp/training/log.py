@@ -42,7 +42,7 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in the run's folder."""
 
-    def __init__(self, folder: RunFolder, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
@@ -60,13 +60,17 @@ class TensorBoardTracker:
 class WandbTracker:
     """A run of Weights & Biases, offline with WANDB_MODE; a resumed run continues it."""
 
-    def __init__(self, folder: RunFolder, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
         import wandb
 
+        records = read_log(folder.log)[0]
+        earlier = [record for record in records if _is_earlier(record, step, last_validation)]
+        # A run cannot drop metrics of steps that will be repeated: a new run gets the earlier ones.
+        renew = len(earlier) < len(records)
         self._run = wandb.init(
             project=PROJECT,
             name=_name(folder),
-            id=tracker_id(folder, "wandb", lambda: secrets.token_hex(4)),
+            id=tracker_id(folder, "wandb", lambda: secrets.token_hex(4), renew),
             resume="allow",
             dir=str(folder.path),
             config=_settings(folder),
@@ -75,8 +79,10 @@ class WandbTracker:
                 console="off", x_disable_meta=True, save_code=False, disable_git=True
             ),
         )
-        # wandb's own step only rises: it would drop steps that are repeated after a kill.
+        # Plotted over `step`, as wandb's own step counts calls.
         self._run.define_metric("*", step_metric="step")
+        for record in earlier if renew else ():
+            self.log(_numbers(record), record["step"])
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Store metrics of a step."""
@@ -90,7 +96,7 @@ class WandbTracker:
 class MlflowTracker:
     """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
 
-    def __init__(self, folder: RunFolder, step: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
         self._file = None if _mlflow_server() else folder.path.resolve() / "mlflow.db"
         self._client = _mlflow(_mlflow_server() or f"sqlite:///{self._file}")
 
@@ -103,13 +109,15 @@ class MlflowTracker:
             return str(run.info.run_id)
 
         self._run_id = tracker_id(folder, "mlflow", create)
-        self._drop_later_steps(folder, step, create)
+        self._drop_later(folder, step, last_validation, create)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat_tags(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
-    def _drop_later_steps(self, folder: RunFolder, step: int, create: Callable[[], str]) -> None:
-        """Move to a new run if this one has metrics after `step`, which are left out."""
+    def _drop_later(
+        self, folder: RunFolder, step: int, last_validation: int, create: Callable[[], str]
+    ) -> None:
+        """Move to a new run if this one has metrics that will be repeated, which are left out."""
         # MLflow cannot delete a metric.
         previous = self._run_id
         metrics = [
@@ -117,7 +125,11 @@ class MlflowTracker:
             for name in self._client.get_run(previous).data.metrics
             for metric in self._client.get_metric_history(previous, name)
         ]
-        earlier = [metric for metric in metrics if metric.step <= step]
+        earlier = [
+            metric
+            for metric in metrics
+            if _is_earlier({"step": metric.step, metric.key: metric.value}, step, last_validation)
+        ]
         if len(earlier) == len(metrics):
             return
         self._run_id = tracker_id(folder, "mlflow", create, renew=True)
@@ -146,7 +158,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-_TRACKERS: dict[TrackerName, Callable[[RunFolder, int], Tracker]] = {
+_TRACKERS: dict[TrackerName, Callable[[RunFolder, int, int], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -176,13 +188,13 @@ def require_access(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(
-    names: Sequence[TrackerName], folder: RunFolder, step: int
+    names: Sequence[TrackerName], folder: RunFolder, step: int, last_validation: int = 0
 ) -> dict[TrackerName, Tracker]:
-    """Open a run's trackers by name."""
+    """Open a run's trackers by name, before `RunLog` rewrites the log; arguments as of `RunLog`."""
     trackers: dict[TrackerName, Tracker] = {}
     for name in names:
         with _config_errors(name):
-            trackers[name] = _TRACKERS[name](folder, step)
+            trackers[name] = _TRACKERS[name](folder, step, last_validation)
     return trackers
 
 
@@ -319,8 +331,7 @@ class RunLog:
         self._file.write(json.dumps(flat) + "\n")
         self._file.flush()
         step = flat.pop("step")
-        numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
-        self._call_trackers(lambda tracker: tracker.log(numbers, step))
+        self._call_trackers(lambda tracker: tracker.log(_numbers(flat), step))
         return flat
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
@@ -359,11 +370,21 @@ def _drop_later(path: Path, step: int, last_validation: int) -> list[dict[str, A
     """Rewrite a log without later steps and validations; return the records that remain."""
     if not path.exists():
         return []
+    earlier = [r for r in read_log(path)[0] if _is_earlier(r, step, last_validation)]
+    write_text(path, "".join(json.dumps(record) + "\n" for record in earlier))
+    return earlier
 
-    def is_earlier(record: dict[str, Any]) -> bool:
-        is_validation = any(name.startswith(_VALIDATION) for name in record)
-        return bool(record["step"] <= (last_validation if is_validation else step))
 
-    records = [record for record in read_log(path)[0] if is_earlier(record)]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
-    return records
+def _is_earlier(record: Mapping[str, Any], step: int, last_validation: int) -> bool:
+    """Return whether a resumed run will not log this record again."""
+    is_validation = any(name.startswith(_VALIDATION) for name in record)
+    return bool(record["step"] <= (last_validation if is_validation else step))
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a flat record, without `step`."""
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, int | float) and name != "step"
+    }

@@ -108,7 +108,9 @@ def train(
                 folder if is_main else None,
                 progress.step,
                 total,
-                open_trackers(training.trackers, folder, progress.step) if is_main else None,
+                open_trackers(training.trackers, folder, progress.step, progress.looked)
+                if is_main
+                else None,
                 progress.looked,
             ) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
@@ -263,12 +265,11 @@ def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
             f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
             "its soft targets never reach full weight"
         )
-    if step and "learning_rate" in log.last:
-        log.info(
-            f"resumed at step {step} of {total} with learning rate "
-            f"{_learning_rate(config, min(step, total - 1), total):.4g}; it was "
-            f"{log.last['learning_rate']:.4g} at step {log.last['step']}"
-        )
+    if step:
+        rate, previous = _learning_rate(config, min(step, total - 1), total), ""
+        if "learning_rate" in log.last:
+            previous = f"; it was {log.last['learning_rate']:.4g} at step {log.last['step']}"
+        log.info(f"resumed at step {step} of {total} with learning rate {rate:.4g}{previous}")
 
 
 def _micro_step(

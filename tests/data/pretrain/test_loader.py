@@ -495,7 +495,7 @@ def test_bad_samples_and_shards_are_counted(make_shards, stream, monkeypatch):
         outages = {"seconds": 0.05, "policy": "skip"}
         batches = stream(url, stop_after=12, max_skipped_share=0.9, outages=outages)
         for workers in (0, 1):
-            with pytest.raises(DataError, match=r"^missing shard: .*policy=skip$"):
+            with pytest.raises(DataError, match=r"^missing shard: "):
                 stream(url, stop_after=12, outages={"seconds": 0.05}, workers=workers)
     skipped = [skip for batch, _ in batches for skip in batch.skipped]
     assert {skip.kind for skip in skipped} == {"missing shard"}

@@ -312,13 +312,14 @@ class PausedDataError(DataError):
     """A store that is unreachable for long; a scheduler starts the run again later."""
 
 
+class UnreadableDataError(DataError):
+    """A shard that cannot be read; a pretraining can skip its samples."""
+
+
 def outage_error(bad: BadSample, policy: str, may_pass: bool = True) -> Exception:
     """Return the error for a bad sample by `OutageConfig.policy`; `may_pass`: retries may help."""
     if policy == "skip":
         return bad
     if policy == "pause" and may_pass:
-        return PausedDataError(f"{bad}; paused: continue with --resume when the store is back")
-    return DataError(
-        f"{bad}; continue with --resume when it is readable, or skip its samples with "
-        "data.outages.policy=skip"
-    )
+        return PausedDataError(str(bad))
+    return UnreadableDataError(str(bad))

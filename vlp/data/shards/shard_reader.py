@@ -134,8 +134,15 @@ _MAX_SCANS = 1024  # shards with rows from a scan in memory, 10 bytes a sample
 _MAX_OPEN_FILES = 128
 _MAX_OPEN_CACHED = 2  # few, as no process can evict an open file from the cache
 
-# Open files of all indices of the process: all are closed when the system opens no more.
+# Open files of all indices of the process. All are closed at a quarter of the system limit, as the
+# process also has sockets and tensors of other processes, or when the system opens no more.
 _OPEN: WeakSet[LRUCache[ShardFile]] = WeakSet()
+
+
+def _close_all() -> None:
+    for files in list(_OPEN):
+        files.clear()
+
 
 _Rows = tuple[np.ndarray, str | None]  # rows of samples, and the damage after the last one
 
@@ -154,10 +161,7 @@ class ShardIndex:
         self._scans: LRUCache[_Rows] = LRUCache(_MAX_SCANS)
         self._ends: LRUCache[np.ndarray] = LRUCache(_MAX_SCANS)
         self._lists: LRUCache[Contents] = LRUCache(1)  # the last scan of a shard with repeated keys
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        max_open = _MAX_OPEN_FILES if soft < 0 else max(2, min(_MAX_OPEN_FILES, soft // 16))
-        if self.is_remote:
-            max_open = _MAX_OPEN_CACHED
+        max_open = _MAX_OPEN_CACHED if self.is_remote else _MAX_OPEN_FILES
         self._files: LRUCache[ShardFile] = LRUCache(max_open, dispose=ShardFile.close)
         _OPEN.add(self._files)
         if isinstance(store, CachedFolder):
@@ -197,8 +201,8 @@ class ShardIndex:
             missing = np.setdiff1d(shards.names, np.array(tars, dtype=shards.names.dtype))
             raise ConfigError(
                 f"{folder}: {len(missing)} of {len(shards)} shards of its index are missing, "
-                f"{missing[0].decode()} for one; restore them, or skip their samples with "
-                f"data.outages.policy=skip, or {remedy}"
+                f"{missing[0].decode()} for one; restore them, or {remedy}; a pretraining can "
+                "skip their samples: data.outages.policy=skip"
             )
         index = cls(LocalFolder(folder, outages.policy), shards)
         index._all_rows(wait=True)  # damaged rows raise here instead of later in a worker
@@ -300,14 +304,19 @@ class ShardIndex:
         return samples[0], read, file.where(samples[0])
 
     def _file(self, shard_number: int, entry: ShardEntry) -> ShardFile:
-        try:
-            return self._files.get(shard_number, lambda: self._store.open(entry))
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-        for files in list(_OPEN):
-            files.clear()
-        return self._files.get(shard_number, lambda: self._store.open(entry))
+        def open_shard() -> ShardFile:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # below 0: unlimited
+            if 0 <= limit <= 4 * sum(map(len, _OPEN)):
+                _close_all()
+            try:
+                return self._store.open(entry)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+            _close_all()
+            return self._store.open(entry)
+
+        return self._files.get(shard_number, open_shard)
 
     def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Rows:
         def scan() -> _Rows:
