@@ -126,7 +126,7 @@ class OurStep:
         size, width = teacher.queue.image.shape
         image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
         # Negative ids: no key counts as the same image.
-        teacher.queue.push(image, text, image_ids=-1 - torch.arange(size))
+        teacher.queue.push(image, text, pair_ids=-1 - torch.arange(size))
 
     def losses(self) -> dict[str, float]:
         """Return the losses of the batch by name, without training."""

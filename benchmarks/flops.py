@@ -19,7 +19,7 @@ from benchmarks.harness import Figure
 from vlp.config import ConfigError
 from vlp.models.config import AnchorOptions, ModelConfig
 from vlp.models.vlp import VLPModel
-from vlp.positions.anchor import patch_reach, text_reach
+from vlp.positions.anchor import patch_window_reach, text_window_reach
 
 # Pixels of an image's side and tokens of a text.
 SIZES = ((256, 25), (256, 30), (384, 25), (384, 30))
@@ -165,7 +165,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
     """Count the operations from a similarity to a path (Eqs 4-7), per entry."""
-    reach, patches = text_reach(anchor.text_window), patch_reach(anchor.patch_window)
+    reach, patches = text_window_reach(anchor.text_window), patch_window_reach(anchor.patch_window)
     # Per step: minimum of both sides, addition of the length, minimum with the result.
     over_tokens = 4 if reach is None else 3 * reach
     if patches is None and anchor.metric != "euclidean":

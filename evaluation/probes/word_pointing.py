@@ -450,8 +450,7 @@ def _score_scenes(
             pairs = PairIndices(captions, torch.full_like(captions, row))
             paths = model.anchors(images, texts, pairs)
             assert paths is not None
-            # Clamped as where paths are computed.
-            threshold = model.anchor_threshold.clamp(min=1e-3)
+            threshold = model.path_settings.threshold
             image_path, reachable = paths.image_path[:, 1:], paths.reachable
             path_inputs = (paths.similarity, threshold, image_path, reachable, texts.word_mask)
             sums += anchor_sums(*path_inputs).cpu()

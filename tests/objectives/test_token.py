@@ -81,23 +81,31 @@ def slow_scores(image_tokens, text_tokens, word_mask):
     return scores
 
 
-def slow_losses(image_tokens, text_tokens, word_mask, words, ids, valid, scale, group):
+def slow_losses(image_tokens, text_tokens, word_mask, words, pairs, valid, scale, group):
+    ids = [tuple(pair) for pair in pairs.tolist()]
     captions, rows_counted, single, words_counted = 0.0, 0, 0.0, 0
     for start in range(0, len(ids), group):
         rows = [r for r in range(start, min(start + group, len(ids))) if valid[r]]
         rows = [r for r in rows if word_mask[r].any()]
         own = image_tokens[rows]
+        every = ids[start : start + group]
         logits = scale * slow_scores(own, text_tokens[rows], word_mask[rows])
         for a, row in enumerate(rows):
             rows_counted += 1
-            mine = [b for b, other in enumerate(rows) if ids[other] == ids[row]]
+            mine = [b for b, r in enumerate(rows) if {*enumerate(ids[r])} & {*enumerate(ids[row])}]
+            linked = {b for b, r in enumerate(rows) if (ids[row][0], ids[r][1]) in every}
+            linked |= {b for b, r in enumerate(rows) if (ids[r][0], ids[row][1]) in every}
+            kept = [b for b in range(len(rows)) if b in mine or b not in linked]
             for side in (logits[a], logits[:, a]):
-                captions = captions - 0.5 * sum(side.log_softmax(0)[b] for b in mine) / len(mine)
+                log_sum = side[kept].logsumexp(0)
+                captions = captions + 0.5 * (log_sum - side[mine].mean())
             for n in word_mask[row].nonzero():
                 response = slow_response(text_tokens[row, n[0]], own)
                 named = []
                 for other in rows:
-                    texts = [words[r][word_mask[r]] for r in rows if ids[r] == ids[other]]
+                    texts = [
+                        words[r][word_mask[r]] for r in rows if (ids[other][0], ids[r][1]) in every
+                    ]
                     named.append(any((words[row, n] == text).any() for text in texts))
                 wrong = [scale * response[b] for b in range(len(rows)) if not named[b]]
                 if wrong:
@@ -117,7 +125,9 @@ def batch():
     word_mask[6] = False
     words = torch.randint(5, 9, (8, 4), generator=random)
     words[:, 1] = 4  # in every text
-    ids = torch.tensor([1, 2, 1, 3, 4, 5, 6, 7])
+    # Caption 11 of image 1 comes again with image 4, caption 15 of image 5 with image 2.
+    images, captions = [1, 2, 1, 3, 4, 5, 5, 2], [10, 12, 11, 13, 11, 14, 15, 15]
+    ids = torch.tensor([images, captions]).T
     valid = torch.ones(8, dtype=torch.bool)
     valid[3] = False
     return unit(8, 9, 6, seed=1), unit(8, 4, 6, seed=2), word_mask, words, ids, valid

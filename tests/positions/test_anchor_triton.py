@@ -208,12 +208,12 @@ def test_path_kernels_compile_for_gpus(kernel, type_, patch_reach, groups_last, 
 
     function = getattr(anchor_triton, f"path_{kernel}_kernel")
     constants = {"ROWS": 16, "COLUMNS": 16, "TEXT": 2, "PATCH": patch_reach}
-    constants |= {"METRIC": "euclidean", "STEPS": windowed_path._steps(2, patch_reach)}
+    constants |= {"METRIC": "euclidean", "ENTRIES": windowed_path._window_entries(2, patch_reach)}
     constants |= {"GROUPS_LAST": groups_last, "TYPE": float32, "BLOCK": windowed_path._BLOCK}
     constants |= {"MASKED": True, "SAVE_WINNER": True}
     states = ("distance", "path", "path_gradient", "gradient")
     types = dict.fromkeys(states, f"*{type_}") | dict.fromkeys(("words", "reachable"), "*u8")
-    types["winner"] = "*u8" if constants["STEPS"] < 256 else "*i16"
+    types["winner"] = "*u8" if constants["ENTRIES"] < 256 else "*i16"
     spilled = compile_kernel(function, constants, types, arch).spilled
     widest = (kernel, patch_reach, groups_last, arch) == ("backward", 4, True, 80)
     assert spilled <= (16 if widest else 0)

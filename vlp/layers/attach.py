@@ -79,7 +79,7 @@ def attach(
     first = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
     on_tokens = encoding.acts_on_tokens(first)
     if on_tokens:
-        adapter.require_tokens(encoding.name)
+        adapter.require_token_encodings(encoding.name)
     elif adapter.patch_drop_rate:
         raise ValueError(
             f"{encoding.name} needs whole grids, but patch_drop_rate {adapter.patch_drop_rate} "
@@ -100,9 +100,9 @@ def attach(
     # The model is unchanged so far, and from here on nothing fails.
     adapter.prepare()
     if on_tokens:
-        adapter.add_tokens(first)
+        adapter.add_token_encoding(first)
     for layer, position in zip(layers, per_layer, strict=False):
-        adapter.add(layer, position)
+        adapter.add_attention_encoding(layer, position)
     if absolute == "drop":
         adapter.drop()
     if fused is not None:

@@ -12,7 +12,7 @@ from vlp.data.config import ChannelDeviations, ChannelMeans
 from vlp.data.image.transforms import MEAN, RGB, STD
 from vlp.layers.blocks import Pooling, pooled_width
 from vlp.positions import CROSS_MODAL, acts_on_tokens, list_positions
-from vlp.positions.anchor import patch_reach, text_reach
+from vlp.positions.anchor import patch_window_reach, text_window_reach
 from vlp.positions.anchor_field import Unreachable
 from vlp.positions.options import suggestion
 from vlp.positions.registry import BUILT_IN
@@ -87,8 +87,8 @@ class AnchorOptions(Config):
 
     @model_validator(mode="after")
     def _require_consistent(self) -> AnchorOptions:
-        text_reach(self.text_window)
-        patch_reach(self.patch_window)
+        text_window_reach(self.text_window)
+        patch_window_reach(self.patch_window)
         if self.unreachable == "far" and self.tau is not None:
             raise ValueError(
                 "unreachable: far is of hard anchors (tau: null); soft anchors reach every patch"

@@ -76,7 +76,7 @@ class CrossEncoder(nn.Module):
         text: Tensor,
         image: Tensor,
         text_mask: Tensor,
-        anchors: AnchorPaths | None,
+        paths: AnchorPaths | None,
         pairs: PairIndices | None = None,
         need_image: bool = True,
         image_kv: ImageKeyValues | None = None,
@@ -89,7 +89,7 @@ class CrossEncoder(nn.Module):
             image: (I, 1 + M, width), or (I, P (1 + M), width) of P images concatenated along
                 tokens; self-attention stays within an image.
             text_mask: (T, N) bool, True = not padding.
-            anchors: paths of the B pairs, for ACE-RPE.
+            paths: of the B pairs, for ACE-RPE.
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips the image output of the last layer.
             image_kv: `image_key_values` of the I images, for repeated passes (if `shares_images`).
@@ -103,8 +103,8 @@ class CrossEncoder(nn.Module):
             )
         two_streams = self.config.layout == "ace"
         text_grid = (1, text.shape[1] - 1)
-        text_context = PositionContext(text_grid, 1, anchors=anchors, text_queries=True)
-        image_context = PositionContext(self.grid, 1, anchors=anchors, text_queries=False)
+        text_context = PositionContext(text_grid, 1, anchors=paths, text_queries=True)
+        image_context = PositionContext(self.grid, 1, anchors=paths, text_queries=False)
         for encoding in self.positions:
             text = call_method(encoding, PositionEncoding.tokens, text, text_context)
         # Without `image_kv`, images are projected per pair: cheaper if no pairs share one.
@@ -127,8 +127,8 @@ class CrossEncoder(nn.Module):
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
                 text = text if selection is None else gather_tokens(text, selection)
                 image_states = None if image_states is None else image_states[pairs.images]
-            if selection is not None and anchors is not None:
-                text_context = replace(text_context, anchors=anchors.select_text(selection))
+            if selection is not None and paths is not None:
+                text_context = replace(text_context, anchors=paths.select_text(selection))
             layer_kv = None if image_kv is None else image_kv[number]
             if layer_kv is not None and pairs is not None:
                 key, value = (states.index_select(0, pairs.images) for states in layer_kv)
@@ -264,12 +264,12 @@ class TextFeatures(NamedTuple):
 class CrossFeatures(NamedTuple):
     """Cross-modal states: text (B, N, width), with the joint [CLS] (papers.md#ace-a29), and image.
 
-    image: (B, 1 + M, width), or None if not requested; anchors: paths, None without ACE-RPE;
+    image: (B, 1 + M, width), or None if not requested; paths: None without ACE-RPE;
     attention_mask: (B, N) bool, True = no padding; token_score: (B,) part of the match score.
     """
 
     text: Tensor
     image: Tensor | None
-    anchors: AnchorPaths | None
+    paths: AnchorPaths | None
     attention_mask: Tensor
     token_score: Tensor | None = None

@@ -42,10 +42,10 @@ REFERENCE_WIDTH = 768
 
 
 class TokenScore(nn.Module):
-    """FILIP score: mean over words of the maximum patch cosine, times a learned factor.
+    """FILIP's score as a term of the match score (Yao et al. 2021, section 3.1, text to image).
 
-    It is a term of the match score (Yao et al. 2021, section 3.1, text to image). The score is the
-    mean times `start` times `factor`, which starts at 1.
+    It is the mean over words of the best patch's cosine, times `start` and a learned factor that
+    starts at 1.
     """
 
     def __init__(self, start: float) -> None:
@@ -69,7 +69,7 @@ class TokenScore(nn.Module):
 
 
 class VLPModel(nn.Module):
-    """Vision-language model; public calls: `encode_image`, `encode_text`, `match`.
+    """Vision-language model: `encode_image` and `encode_text`, then `match`, `anchors` or `cross`.
 
     `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold`, saved
     with the weights, is delta of Eq. 4: configured, or the running quantile of training.
@@ -114,12 +114,14 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Return whether the match score was trained: biases start at 0, training moves them."""
+        """Return whether the match head was trained, which moves its biases away from 0."""
         return bool(self.match_head.bias.any())
 
     def freeze_untrained(self, parts: Iterable[str]) -> None:
-        """Freeze the named modules, which no loss trains; unknown names are skipped."""
-        # Weight decay would shrink them otherwise.
+        """Freeze the named modules, except token projections that anchor paths train.
+
+        Weight decay would shrink modules without a gradient. Unknown names are skipped.
+        """
         modules, untrained = dict(self.named_modules()), {*parts}
         options, trained = self.anchor_options, set[nn.Module]()
         position = {*self.config.cross.position}
@@ -240,12 +242,12 @@ class VLPModel(nn.Module):
         query_indices: Tensor | None = None,
     ) -> CrossFeatures:
         """Compute cross-modal states of B pairs; arguments as of `CrossEncoder.forward`."""
-        anchors = self.anchors(image, text, pairs)
+        paths = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
             text.states,
             image.states,
             text.attention_mask,
-            anchors,
+            paths,
             pairs,
             need_image,
             image_kv,
@@ -260,7 +262,7 @@ class VLPModel(nn.Module):
                 image_tokens = image_tokens[pairs.images]
                 text_tokens, words = text_tokens[pairs.texts], words[pairs.texts]
             score = self.token_score(image_tokens, text_tokens, words)
-        return CrossFeatures(text_states, image_states, anchors, mask, score)
+        return CrossFeatures(text_states, image_states, paths, mask, score)
 
     def cross_multi_image(
         self, images: Sequence[ImageFeatures], text: TextFeatures, image_type_embeddings: Tensor
@@ -276,13 +278,13 @@ class VLPModel(nn.Module):
         """
         typed = zip(images, image_type_embeddings)
         states = torch.cat([image.states + embedding for image, embedding in typed], dim=1)
-        paths = [self.anchors(image, text) for image in images]
-        present = [path for path in paths if path is not None]
-        anchors = join_paths(present) if present else None
+        by_image = [self.anchors(image, text) for image in images]
+        present = [paths for paths in by_image if paths is not None]
+        paths = join_paths(present) if present else None
         text_states, _ = self.cross_encoder(
-            text.states, states, text.attention_mask, anchors, need_image=False
+            text.states, states, text.attention_mask, paths, need_image=False
         )
-        return CrossFeatures(text_states, None, anchors, text.attention_mask)
+        return CrossFeatures(text_states, None, paths, text.attention_mask)
 
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Compute log-odds that row i's text describes row i's image: (B,) float32.

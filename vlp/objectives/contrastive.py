@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.distributed import pass_on, world_size
+from vlp.distributed import gather, pass_on, world_size
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision, no_autocast
 
@@ -51,41 +51,53 @@ def candidate_cross_entropy(
     return target.sum(-1) * log_sum - (target * logits).sum(-1)
 
 
-def positives(ids: Tensor, candidate_ids: Tensor) -> Tensor:
+def positives(pair_ids: Tensor, candidate_ids: Tensor) -> Tensor:
     """Find candidates that share an id with a row: (..., B, C), (..., K, C) -> (..., B, K) bool.
 
     Ids are (B,) of images, or (..., B, 2) of images and captions, so that captions of one image and
     equal captions of several images are positives.
     """
-    if ids.ndim == 1:
-        return ids[:, None] == candidate_ids
-    return (ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
+    if pair_ids.ndim == 1:
+        return pair_ids[:, None] == candidate_ids
+    return (pair_ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
 
 
-def related(ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
-    """Find the positives, and candidates that match by way of a third row; see `positives`.
+def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
+    """Find the `positives`, and candidates that match by way of a third row: (..., B, K) bool.
 
     A caption of an image may come again with another image: in its row it is no negative of the
-    first image. ids: (..., B, 2), candidate_ids: (..., K, 2), links: (..., M, 2) of the rows that
-    link, `ids` if None; returns (..., B, K) bool. Memory grows with B K and M.
+    first image.
+
+    Args:
+        pair_ids: (..., B, 2) of images and captions, or (B,) of images, which have no third rows.
+        candidate_ids: (..., K, 2) or (K,).
+        links: (..., L, 2), the third rows; None: `pair_ids`. Memory grows with B K and L.
     """
-    if ids.ndim == 1:
-        return positives(ids, candidate_ids)
+    is_positive = positives(pair_ids, candidate_ids)
+    if pair_ids.ndim == 1:
+        return is_positive
+    links = pair_ids if links is None else links
+    of_row = match_by_links(pair_ids, candidate_ids, links)
+    of_candidate = match_by_links(candidate_ids, pair_ids, links).mT
+    return is_positive | of_row | of_candidate
 
-    def pair_ids(images: Tensor, texts: Tensor) -> Tensor:
-        # Hashes wrap around; equal ones of different pairs are as good as impossible.
-        return images * _PAIR_HASH + texts
 
-    known = pair_ids(*(ids if links is None else links).unbind(-1)).sort(-1).values
-    rows, candidates = ids[..., :, None, :], candidate_ids[..., None, :, :]
-    is_related = positives(ids, candidate_ids)
-    # The row's image with the candidate's text, and the candidate's image with the row's text.
-    for image, text in ((rows, candidates), (candidates, rows)):
-        pairs = pair_ids(image[..., 0], text[..., 1])
-        flat = pairs.flatten(-2)
-        index = torch.searchsorted(known, flat).clamp(max=known.shape[-1] - 1)
-        is_related = is_related | (known.gather(-1, index) == flat).view_as(pairs)
-    return is_related
+def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:
+    """Return whether a row of `links` (..., L, 2) has an image and a caption: (..., I, T) bool.
+
+    Images are those of the pairs `image_ids` (..., I, 2), captions those of `caption_ids`
+    (..., T, 2).
+    """
+    linked = _pair_hash(links[..., 0], links[..., 1]).sort(-1).values
+    pairs = _pair_hash(image_ids[..., :, None, 0], caption_ids[..., None, :, 1])
+    flat = pairs.flatten(-2)
+    index = torch.searchsorted(linked, flat).clamp(max=linked.shape[-1] - 1)
+    return (linked.gather(-1, index) == flat).view_as(pairs)
+
+
+def _pair_hash(image_ids: Tensor, caption_ids: Tensor) -> Tensor:
+    # Products wrap around; equal hashes of different pairs are as good as impossible.
+    return image_ids * _PAIR_HASH + caption_ids
 
 
 @region
@@ -176,7 +188,7 @@ class LearnedBias(nn.Module):
 
 
 def sigmoid_loss(
-    image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor, temperature: Tensor, bias: Tensor
+    image: Tensor, text: Tensor, pair_ids: Tensor, valid: Tensor, temperature: Tensor, bias: Tensor
 ) -> Loss:
     """Compute SigLIP's loss over this rank's images and the texts of all ranks (Algorithm 1).
 
@@ -186,12 +198,12 @@ def sigmoid_loss(
 
     Args:
         image, text: (B, d) of unit length.
-        image_ids: ids as of `positives`.
+        pair_ids: see `positives`; pairs that are only `related` by a row of any rank are ignored.
         valid: (B,) bool; other rows are ignored.
         temperature, bias: logits are cosines / temperature + bias.
     """
     image, text, scale, bias = full_precision(image, text, 1 / temperature, bias)
-    total: Tensor = _Ring.apply(image, text, scale, bias, image_ids, valid)
+    total: Tensor = _Ring.apply(image, text, scale, bias, pair_ids, gather(pair_ids), valid)
     return Loss(total, valid.sum())
 
 
@@ -204,19 +216,22 @@ class _Ring(torch.autograd.Function):
         text: Tensor,
         scale: Tensor,
         bias: Tensor,
-        image_ids: Tensor,
+        pair_ids: Tensor,
+        links: Tensor,
         valid: Tensor,
     ) -> Tensor:
         total, scale_gradient, bias_gradient = (torch.zeros_like(bias) for _ in range(3))
         image_gradient = torch.zeros_like(image)
-        ring = [text, torch.zeros_like(text), image_ids, valid.to(torch.uint8)]
+        ring = [text, torch.zeros_like(text), pair_ids, valid.to(torch.uint8)]
         with no_autocast(image):
             for _ in range(world_size()):
                 texts, text_gradient, ids, text_valid = ring
                 cosines = image @ texts.T
-                sign = torch.where(positives(image_ids, ids), 1.0, -1.0).to(image.dtype)
+                positive = positives(pair_ids, ids)
+                sign = torch.where(positive, 1.0, -1.0).to(image.dtype)
                 margin = sign * (cosines * scale + bias)
                 mask = valid[:, None] & (text_valid > 0)
+                mask = mask & (positive | ~related(pair_ids, ids, links))
                 total += torch.where(mask, functional.softplus(-margin), 0).sum()
                 logit_gradient = torch.where(mask, -sign * torch.sigmoid(-margin), 0)
                 image_gradient += scale * (logit_gradient @ texts)
@@ -230,4 +245,4 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *(gradients[0] * part for part in ctx.saved_tensors), None, None
+        return *(gradients[0] * part for part in ctx.saved_tensors), None, None, None

@@ -32,10 +32,10 @@ class Negatives(NamedTuple):
 @torch.no_grad()
 def hard_negatives(
     similarity_i2t: Tensor,
-    image_ids: Tensor,
+    pair_ids: Tensor,
     valid: Tensor,
     uniform: Tensor,
-    group: int,
+    group_size: int,
     count: int = 1,
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of rows.
@@ -44,26 +44,28 @@ def hard_negatives(
 
     Args:
         similarity_i2t: (B, B) logits, divided by the temperature, images by texts.
-        image_ids: (B, 2) of images and captions, or (B,) of images.
+        pair_ids: (B, 2) of images and captions, or (B,) of images.
         valid: (B,) bool, False = empty row.
         uniform: (B, 2) in [0, 1), for the inverse CDF in float64: column 0 samples the negative
             texts of images, column 1 the negative images of texts.
-        group: rows of a group.
+        group_size: rows of a group; `sample_groups` cuts them.
         count: K negatives of a row, a systematic sample at (u + k) / K of the CDF, so that a likely
             negative may occur twice.
     """
     rows = similarity_i2t.shape[0]
-    number, size = sample_groups(rows, group)
+    number, size = sample_groups(rows, group_size)
     indices = torch.arange(rows, device=similarity_i2t.device)
     start = indices.unflatten(0, (number, size))[:, :1]
     # The diagonal blocks: negatives come from the row's group.
     blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
     # Without ids of captions, texts of equal similarities count as one caption.
-    if image_ids.ndim == 1:
-        equal = torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else image_ids
-        image_ids = torch.stack([image_ids, equal], dim=1)
-    ids, group_valid = image_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
+    if pair_ids.ndim == 1:
+        captions = (
+            torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else pair_ids
+        )
+        pair_ids = torch.stack([pair_ids, captions], dim=1)
+    ids, group_valid = pair_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
     allowed = ~related(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
 
     steps = torch.arange(count, device=indices.device)

@@ -40,18 +40,18 @@ def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tenso
     return [total * ranks / counts[row] for row, total in enumerate(totals)]
 
 
-def sample_groups(rows: int, group: int) -> tuple[int, int]:
-    """Return the number and size, at most `group`, of the groups of consecutive rows."""
-    if group < 1:
-        raise ValueError(f"a sample group needs at least 1 row, not {group}")
-    if rows <= group:
-        return (1, rows) if rows else (0, group)
-    if rows % group:
+def sample_groups(rows: int, group_size: int) -> tuple[int, int]:
+    """Return the number and size, at most `group_size`, of the groups of consecutive rows."""
+    if group_size < 1:
+        raise ValueError(f"a sample group needs at least 1 row, not {group_size}")
+    if rows <= group_size:
+        return (1, rows) if rows else (0, group_size)
+    if rows % group_size:
         raise ValueError(
-            f"a rank's batch of {rows} rows cannot be cut into groups of {group}: choose a batch "
-            "per rank that is a multiple of the group, or a smaller group"
+            f"a rank's batch of {rows} rows cannot be cut into groups of {group_size}: choose a "
+            "batch per rank that is a multiple of the group, or a smaller group"
         )
-    return rows // group, group
+    return rows // group_size, group_size
 
 
 def require_whole_groups(
@@ -65,21 +65,21 @@ def require_whole_groups(
 
     Otherwise losses would depend on the number of ranks. prefix: of the keys in messages.
     """
-    groups = {}
+    group_sizes = {}
     if objectives.itm:
-        groups[f"{prefix}.itm.group"] = objectives.itm.group
+        group_sizes[f"{prefix}.itm.group"] = objectives.itm.group
     if objectives.contrastive and objectives.contrastive.has_token_term:
-        groups[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
+        group_sizes[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
     share = batch // ranks
-    for key, group in groups.items():
+    for key, group_size in group_sizes.items():
         # A batch smaller than a group is one group, which needs a single rank.
-        if share % min(group, batch):
+        if share % min(group_size, batch):
             raise ConfigError(
-                f"{key} {group} does not divide a rank's {share} samples (training.batch {batch} "
-                f"on {ranks} ranks)"
+                f"{key} {group_size} does not divide a rank's {share} samples (training.batch "
+                f"{batch} on {ranks} ranks)"
             )
-        if chunk is not None and chunk < share and chunk % group:
+        if chunk is not None and chunk < share and chunk % group_size:
             raise ConfigError(
-                f"training.grad_cache {chunk} is not a multiple of {key} {group}, and would split "
-                "its groups"
+                f"training.grad_cache {chunk} is not a multiple of {key} {group_size}, and would "
+                "split its groups"
             )

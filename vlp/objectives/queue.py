@@ -16,12 +16,18 @@ class Keys(NamedTuple):
 
     image: Tensor
     text: Tensor
-    image_ids: Tensor
+    pair_ids: Tensor
     valid: Tensor
 
 
-# Attributes of a queue that a checkpoint holds.
-_STATE = ("image", "text", "image_ids", "pointer", "filled")
+# Keys of a checkpoint, and the attributes of a queue that they hold.
+_STATE = {
+    "image": "image",
+    "text": "text",
+    "image_ids": "pair_ids",
+    "pointer": "pointer",
+    "filled": "filled",
+}
 
 
 @region
@@ -63,15 +69,15 @@ class KeyQueue:
         self.size = size
         self.image = torch.zeros(size, dim, device=device)
         self.text = torch.zeros(size, dim, device=device)
-        self.image_ids = torch.full((size, 2), -1, dtype=torch.int64, device=device)
+        self.pair_ids = torch.full((size, 2), -1, dtype=torch.int64, device=device)
         # 0-d tensors, so that no push needs a synchronisation.
         self.pointer = torch.zeros((), dtype=torch.int64, device=device)
         self.filled = torch.zeros((), dtype=torch.int64, device=device)
 
     def to(self, device: torch.device | str) -> KeyQueue:
         """Move the keys to `device`."""
-        for name, tensor in self.state_dict().items():
-            setattr(self, name, tensor.to(device))
+        for name in _STATE.values():
+            setattr(self, name, getattr(self, name).to(device))
         return self
 
     def keys(self) -> Keys:
@@ -79,17 +85,17 @@ class KeyQueue:
         # On a GPU, counting keys would be a synchronisation: it gets all, empty ones not valid.
         end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
-        return Keys(self.image[:end], self.text[:end], self.image_ids[:end], valid)
+        return Keys(self.image[:end], self.text[:end], self.pair_ids[:end], valid)
 
     @torch.no_grad()
     def push(
-        self, image: Tensor, text: Tensor, image_ids: Tensor, valid: Tensor | None = None
+        self, image: Tensor, text: Tensor, pair_ids: Tensor, valid: Tensor | None = None
     ) -> None:
         """Replace the oldest keys by keys of all ranks; of more than `size` rows the last stay.
 
         Args:
             image, text: (R, dim); rows that are not finite are left out.
-            image_ids: (R, 2) of images and captions, or (R,) of images.
+            pair_ids: (R, 2) of images and captions, or (R,) of images.
             valid: (R,) bool; other rows are left out.
         """
         # A queue of the student's own past features destroys the contrastive loss: R@1 below 1 %.
@@ -97,13 +103,13 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
-        ids = image_ids if image_ids.ndim == 2 else image_ids[:, None].expand(-1, 2)
-        queue, new = (self.image, self.text, self.image_ids), (image, text, ids)
+        ids = pair_ids if pair_ids.ndim == 2 else pair_ids[:, None].expand(-1, 2)
+        queue, new = (self.image, self.text, self.pair_ids), (image, text, ids)
         self.pointer, self.filled = _write(queue, new, valid, self.pointer, self.filled)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return keys, ids, pointer and number of keys, for the checkpoint."""
-        return {name: getattr(self, name) for name in _STATE}
+        return {key: getattr(self, name) for key, name in _STATE.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore a `state_dict` of a queue of the same size."""
@@ -112,5 +118,5 @@ class KeyQueue:
                 f"the checkpoint's queue is {tuple(state['image'].shape)}, "
                 f"this one {tuple(self.image.shape)}"
             )
-        for name, tensor in self.state_dict().items():
-            tensor.copy_(state[name])
+        for key, tensor in self.state_dict().items():
+            tensor.copy_(state[key])

@@ -10,7 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import candidate_cross_entropy, positives
+from vlp.objectives.contrastive import (
+    candidate_cross_entropy,
+    match_by_links,
+    positives,
+    related,
+)
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
@@ -57,15 +62,15 @@ class _WordResponse(torch.autograd.Function):
         best_terms = gradient.new_zeros(*gradient.shape[:-1], patches)
         best_terms.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
         mean_terms = mean_terms + share[..., None, :, None] * best_terms[..., None, :]
-        similarity = (positive * mean_terms).neg_()
-        similarity = similarity.scatter_add_(-1, patch[..., None], gradient[..., None])
-        similarity = similarity.flatten(-2)
+        similarity_gradient = (positive * mean_terms).neg_()
+        similarity_gradient.scatter_add_(-1, patch[..., None], gradient[..., None])
+        similarity_gradient = similarity_gradient.flatten(-2)
         to_words = to_images = None
         with no_autocast(words):
             if ctx.needs_input_grad[0]:
-                to_words = similarity @ image_tokens.flatten(-3, -2)
+                to_words = similarity_gradient @ image_tokens.flatten(-3, -2)
             if ctx.needs_input_grad[1]:
-                to_images = (similarity.mT @ words).view_as(image_tokens)
+                to_images = (similarity_gradient.mT @ words).view_as(image_tokens)
         return to_words, to_images, None
 
 
@@ -82,15 +87,15 @@ def token_losses(
     text_tokens: Tensor,
     word_mask: Tensor,
     word_ids: Tensor,
-    image_ids: Tensor,
+    pair_ids: Tensor,
     valid: Tensor,
     scale: Tensor | float,
-    group: int = 16,
+    group_size: int = 16,
 ) -> TokenLosses:
-    """Compute both losses within sample groups, with logits tau * `word_response`.
+    """Compute both losses within sample groups, with logits `scale * word_response`.
 
     Captions: symmetric cross-entropy of the mean logit of a text's words. Captions of one image,
-    and equal captions, share the target.
+    and equal captions, share the target; other `related` pairs are no candidates.
 
     Words: an image is positive for a word if one of its texts in the group has the same word piece.
     The loss is the mean over positive images of -log(e^l+ / (e^l+ + sum e^l-)), the sum over
@@ -102,36 +107,41 @@ def token_losses(
         text_tokens: (B, N, D), unit length.
         word_mask: (B, N) bool, True = word piece.
         word_ids: (B, N) int64, ids of word pieces.
-        image_ids: (B,) of images, or (B, 2) of images and captions.
+        pair_ids: (B,) of images, or (B, 2) of images and captions.
         valid: (B,) bool; other rows, and rows of texts without words, are left out as
             queries and as candidates.
-        scale: tau.
-        group: samples of a group.
+        scale: factor of the logits, an inverse temperature.
+        group_size: samples per group.
     """
-    groups = sample_groups(image_tokens.shape[0], group)
-    image_ids = image_ids if image_ids.ndim == 2 else image_ids[:, None]
+    groups = sample_groups(image_tokens.shape[0], group_size)
+    pair_ids = pair_ids if pair_ids.ndim == 2 else pair_ids[:, None].expand(-1, 2)
     image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
         x.unflatten(0, groups)
-        for x in (image_tokens, text_tokens, word_mask, word_ids, image_ids, valid)
+        for x in (image_tokens, text_tokens, word_mask, word_ids, pair_ids, valid)
     )
     valid = valid & word_mask.any(-1)
-    same = positives(ids, ids)
+    positive = positives(ids, ids)
+    candidates = valid[:, None, :] & (positive | ~related(ids, ids))
     images, texts = full_precision(image_tokens, text_tokens)
     response = word_response(texts.flatten(-3, -2), images, valid)
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
     word_count = word_mask.sum(-1).clamp(min=1)
     mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
-    has_word = _images_with_word(word_ids, word_mask, same, valid)
+    of_image = match_by_links(ids, ids, ids).mT & valid[:, :, None] & valid[:, None, :]
+    has_word = _images_with_word(word_ids, word_mask, of_image)
     return TokenLosses(
-        _caption_loss(scale * mean_response.mT, same, valid),
+        _caption_loss(scale * mean_response.mT, positive, candidates, valid),
         _word_loss(scale * response, has_word, word_mask, valid),
     )
 
 
-def _caption_loss(logits: Tensor, same: Tensor, valid: Tensor) -> Loss:
-    """Compute the captions' loss: logits (groups, images, texts), `same` (groups, S, S) bool."""
-    rows = candidate_cross_entropy(logits, same, valid)
-    rows = rows + candidate_cross_entropy(logits.mT, same, valid)
+def _caption_loss(logits: Tensor, positive: Tensor, candidates: Tensor, valid: Tensor) -> Loss:
+    """Compute the captions' loss from logits (groups, images, texts).
+
+    positive, candidates: (groups, S, S) bool, the same for texts of images as for images of texts.
+    """
+    rows = candidate_cross_entropy(logits, positive, candidates)
+    rows = rows + candidate_cross_entropy(logits.mT, positive, candidates)
     return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
 
 
@@ -146,12 +156,15 @@ def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tenso
     return Loss(torch.where(mask, words, 0).sum(), mask.sum())
 
 
-def _images_with_word(word_ids: Tensor, word_mask: Tensor, same: Tensor, valid: Tensor) -> Tensor:
-    """Return whether an image has a text with the word, (groups, texts, N, images) bool."""
+def _images_with_word(word_ids: Tensor, word_mask: Tensor, of_image: Tensor) -> Tensor:
+    """Return whether an image has a text with the word, (groups, texts, N, images) bool.
+
+    of_image: (groups, texts, images) bool, True where a text describes an image.
+    """
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
-    of_image = (same & valid[:, :, None] & valid[:, None, :]).float()
-    return (in_text.flatten(1, 2).float() @ of_image > 0).unflatten(1, word_ids.shape[1:])
+    has_word = in_text.flatten(1, 2).float() @ of_image.float() > 0
+    return has_word.unflatten(1, word_ids.shape[1:])
 
 
 # Maximum distance between words of one phrase, in tokens.
@@ -175,7 +188,7 @@ def phrase_loss(
 
     with gradients through the last s_mn only. So "circle" in "a red circle" learns to select the
     patches of "red", which takes a text encoder that reads word order. The term is not from a paper
-    (docs/results/anchors.md). Counts words.
+    (docs/results/anchors.md). The loss is a sum over words.
 
     image_tokens: (B, M, D) and text_tokens: (B, N, D), unit length; word_mask: (B, N) bool, True =
     word piece; valid: (B,) bool, False = not counted.

@@ -63,14 +63,14 @@ def _with_neighbours(row: Tensor) -> Tensor:
 Metric = Literal["euclidean", "manhattan", "chebyshev"]
 
 
-def text_reach(window: int | None) -> int | None:
+def text_window_reach(window: int | None) -> int | None:
     """Return how many tokens a window of B_t tokens extends to either side; None: unbounded."""
     if window is not None and (window < 1 or window % 2 == 0):
         raise ValueError(f"text_window must be an odd number of tokens, not {window}")
     return None if window is None else window // 2
 
 
-def patch_reach(window: int | None) -> int | None:
+def patch_window_reach(window: int | None) -> int | None:
     """Return how many patches a square window of B_p extends to each side; None: unbounded."""
     if window is None:
         return None
@@ -90,7 +90,7 @@ def kernel_supports(text_reach: int | None, patch_reach: int | None) -> bool:
     if text_reach is None or patch_reach is None:
         return False
     # The kernel numbers the entries of a window in int16.
-    return patch_reach <= _MAX_PATCH_REACH and _steps(text_reach, patch_reach) < 2**15
+    return patch_reach <= _MAX_PATCH_REACH and _window_entries(text_reach, patch_reach) < 2**15
 
 
 def windowed_path(
@@ -150,7 +150,7 @@ def _empty_results(
     path = torch.empty_like(distance)
     reachable = torch.empty_like(path, dtype=torch.bool)
     # The entries of a default window (45) can be numbered in one byte.
-    dtype = torch.uint8 if _steps(*window[2:]) < 256 else torch.int16
+    dtype = torch.uint8 if _window_entries(*window[2:]) < 256 else torch.int16
     return path, reachable, torch.empty_like(path if save_winner else path[:0], dtype=dtype)
 
 
@@ -200,14 +200,14 @@ def _kernel_options(path: Tensor, window: list[int], metric: str) -> dict[str, A
         "TEXT": text_reach,
         "PATCH": patch_reach,
         "METRIC": metric,
-        "STEPS": _steps(text_reach, patch_reach),
+        "ENTRIES": _window_entries(text_reach, patch_reach),
         "GROUPS_LAST": path.stride(3) == 1,
         "TYPE": getattr(language, "float64" if path.dtype == torch.float64 else "float32"),
         "BLOCK": _BLOCK,
     }
 
 
-def _steps(text_reach: int, patch_reach: int) -> int:
+def _window_entries(text_reach: int, patch_reach: int) -> int:
     """Return the number of (token, patch) entries of a window."""
     return (2 * text_reach + 1) * (2 * patch_reach + 1) ** 2
 
@@ -324,14 +324,14 @@ def anchor_path(
             f"the distances have {distance.shape[-3]}"
         )
     require_choice("patch metric", metric, get_args(Metric))
-    text_side, patch_side = text_reach(text_window), patch_reach(patch_window)
+    text_reach, patch_reach = text_window_reach(text_window), patch_window_reach(patch_window)
     shape, dtype = distance.shape, distance.dtype
     words = None if text_mask is None else _expand_mask(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
     kernel = kernel and on_gpu(distance) and has_triton()
-    kernel = kernel and kernel_supports(text_side, patch_side)
-    if kernel and text_side is not None and patch_side is not None:
-        path, reachable = windowed_path(distance, grid, words, text_side, patch_side, metric)
+    kernel = kernel and kernel_supports(text_reach, patch_reach)
+    if kernel and text_reach is not None and patch_reach is not None:
+        path, reachable = windowed_path(distance, grid, words, text_reach, patch_reach, metric)
         return path.view(shape), reachable.view(shape)
 
     # (B, G, rows, columns, N): tokens are contiguous in memory, as `group_similarity` leaves them.
@@ -343,13 +343,13 @@ def anchor_path(
         for start in range(0, len(plane), chunk_size):
             chunk = slice(start, start + chunk_size)
             barrier = None if words is None else _barrier(words[chunk], plane.dtype)
-            shortest = _shortest_path(plane[chunk], barrier, text_side, patch_side, metric)
+            shortest = _shortest_path(plane[chunk], barrier, text_reach, patch_reach, metric)
             torch.lt(shortest, math.inf, out=reachable[chunk])
             # NaN of a diverged run counts as unreachable, as in the kernel.
             torch.nan_to_num(shortest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
         barrier = None if words is None else _barrier(words, plane.dtype)
-        shortest = _shortest_path(plane, barrier, text_side, patch_side, metric)
+        shortest = _shortest_path(plane, barrier, text_reach, patch_reach, metric)
         path, reachable = torch.nan_to_num(shortest, nan=0.0, posinf=0.0), shortest < math.inf
     path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
     return path.to(dtype), reachable
@@ -371,10 +371,10 @@ def longest_path(
         tokens: N, the number of text tokens.
         text_window, patch_window, metric: see `anchor_path`.
     """
-    text, patches = text_reach(text_window), patch_reach(patch_window)
-    down, right = (side - 1 if patches is None else patches for side in grid)
-    text = tokens - 1 if text is None else text
-    return 1 / threshold + text + _patch_distance(down, right, metric)
+    text_reach, patch_reach = text_window_reach(text_window), patch_window_reach(patch_window)
+    down, right = (side - 1 if patch_reach is None else patch_reach for side in grid)
+    text_reach = tokens - 1 if text_reach is None else text_reach
+    return 1 / threshold + text_reach + _patch_distance(down, right, metric)
 
 
 def embed_path(path: Tensor, table: Tensor) -> Tensor:

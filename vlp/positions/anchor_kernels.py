@@ -50,7 +50,7 @@ def path_forward_kernel(
     stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
     tokens: tl.tensor, groups: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
-    METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, SAVE_WINNER: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the paths of a block of entries, and the window entry where each path's anchor is."""
@@ -63,7 +63,7 @@ def path_forward_kernel(
     source = distance + pair * stride_db
     source += patch * stride_dm + token * stride_dn + group * stride_dg
     best = tl.full((BLOCK,), float("inf"), TYPE)
-    winning_step = tl.full((BLOCK,), STEPS, tl.int32)
+    winning_entry = tl.full((BLOCK,), ENTRIES, tl.int32)
     side: tl.constexpr = 2 * PATCH + 1
     for text_step in range(-TEXT, TEXT + 1):
         source_token = token + text_step
@@ -81,14 +81,14 @@ def path_forward_kernel(
                 is_nearer = value < best
                 best = tl.where(is_nearer, value, best)
                 if SAVE_WINNER:
-                    step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
-                    winning_step = tl.where(is_nearer, step, winning_step)
+                    entry = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                    winning_entry = tl.where(is_nearer, entry, winning_entry)
     has_path = best < float("inf")
     address = pair * stride_pb + patch * stride_pm + token * stride_pn + group * stride_pg
     tl.store(path + address, tl.where(has_path, best, 0.0), mask=inside)
     tl.store(reachable + address, has_path, mask=inside)
     if SAVE_WINNER:
-        tl.store(winner + address, winning_step, mask=inside)
+        tl.store(winner + address, winning_entry, mask=inside)
 
 
 @triton.jit
@@ -98,12 +98,12 @@ def path_backward_kernel(
     stride_gb: tl.tensor, stride_gm: tl.tensor, stride_gn: tl.tensor, stride_gg: tl.tensor,
     tokens: tl.tensor, groups: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
-    METRIC: tl.constexpr, STEPS: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of a block of distances: sums over the paths that start from them."""
     # Without atomics, so that equal inputs give equal gradients: each distance checks all entries
-    # around it for a winning step that leads to it.
+    # around it for a winning entry that leads to it.
     pair, patch, token, group, inside = _entries(tokens, groups, ROWS, COLUMNS, GROUPS_LAST, BLOCK)
     row, column = patch // COLUMNS, patch % COLUMNS
     address = pair * stride_gb
@@ -120,9 +120,9 @@ def path_backward_kernel(
                 in_window = in_rows & (column - right >= 0) & (column - right < COLUMNS)
                 patch_step = down * COLUMNS + right
                 winner_address = winner + address - (patch_step * stride_gm + text_step * stride_gn)
-                winning_step = tl.load(winner_address, mask=in_window, other=STEPS).to(tl.int32)
-                step = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
-                is_source = in_window & (winning_step == step)
+                winning_entry = tl.load(winner_address, mask=in_window, other=ENTRIES).to(tl.int32)
+                entry = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                is_source = in_window & (winning_entry == entry)
                 offset = patch_step * stride_pm + text_step * stride_pn
                 total += tl.load(upstream - offset, mask=is_source, other=0.0).to(TYPE)
     tl.store(gradient + address, total, mask=inside)

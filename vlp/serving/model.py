@@ -260,10 +260,10 @@ class VlpModel(_VlpPreTrainedModel):
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
         outputs = {"itm_logits": self.model.match_logits(features).float()} if match else {}
-        paths = features.anchors if output_anchors else None
+        paths = features.paths if output_anchors else None
         if paths is not None:
             word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
-            above = paths.similarity >= self.model.anchor_threshold.clamp(min=1e-3)
+            above = paths.similarity >= self.model.path_settings.threshold
             anchors = above & word_mask[:, None, :, None]
             outputs |= {
                 "similarity": paths.similarity,

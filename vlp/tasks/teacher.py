@@ -153,7 +153,7 @@ def gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Keys:
 def start_gather_keys(image: ImageFeatures, text: TextFeatures, batch: Batch) -> Callable[[], Keys]:
     """Start gathering keys, without gradients; the returned function waits for them."""
     features = start_gather(torch.cat([image.feature, text.feature], dim=1))
-    valid = batch.valid.to(batch.image_ids)[:, None]
+    valid = batch.valid.to(torch.int64)[:, None]
     ids_and_valid = start_gather(torch.cat([batch.pair_ids, valid], dim=1))
 
     def finish() -> Keys:
@@ -242,9 +242,9 @@ class MomentumTeacher:
     ) -> None:
         """Move towards the student and push the step's keys, unless `applied` (0-d) is False."""
         self.average.update(parameters, self.settings.momentum, buffers, applied)
-        for image, text, image_ids, valid in self._new_keys:
+        for image, text, pair_ids, valid in self._new_keys:
             valid = valid if applied is None else valid & applied
-            self.queue.push(image, text, image_ids, valid)
+            self.queue.push(image, text, pair_ids, valid)
         self.forget()
 
     def forget(self) -> None:

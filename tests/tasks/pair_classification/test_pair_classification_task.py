@@ -45,7 +45,7 @@ def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
     images = [model.encode_image(one) for one in pixels]
     alone = model.anchors(images[0], text)
     for other in (1, 2):
-        both = model.cross_multi_image([images[0], images[other]], text, task.tags).anchors
+        both = model.cross_multi_image([images[0], images[other]], text, task.tags).paths
         patches = alone.similarity.shape[1]
         assert torch.equal(both.image_path[:, : 1 + patches], alone.image_path)
         assert torch.equal(both.text_path[:, :, : 1 + patches], alone.text_path)

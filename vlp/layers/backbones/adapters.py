@@ -202,7 +202,7 @@ class Adapter:
         """Return the grid (rows, columns) within which a layer attends."""
         return self.grid
 
-    def require_tokens(self, name: str) -> None:
+    def require_token_encodings(self, name: str) -> None:
         """Raise ValueError if the model cannot have encodings of tokens."""
 
     def prepare(self) -> None:
@@ -214,7 +214,7 @@ class Adapter:
             if self.hooks_grid:
                 model.patch_embed.proj.register_forward_hook(model.context_store.record_grid)
 
-    def add_tokens(self, encoding: PositionEncoding) -> None:
+    def add_token_encoding(self, encoding: PositionEncoding) -> None:
         """Add an encoding of tokens."""
         model = self.model
         if not hasattr(model, "positions"):
@@ -223,8 +223,8 @@ class Adapter:
             model.get_submodule(self.token_module).register_forward_hook(positions.encode)
         model.positions.append(encoding)
 
-    def add(self, layer: Any, encoding: PositionEncoding) -> None:
-        """Add an encoding of attention to a layer."""
+    def add_attention_encoding(self, layer: Any, encoding: PositionEncoding) -> None:
+        """Add an encoding to a layer of attention."""
         add_positions_to(layer)
         layer.context_store = getattr(self.model, "context_store", None)
         layer.positions.append(encoding)
@@ -279,7 +279,7 @@ class SwinAdapter(Adapter):
         rows, columns = layer.window_size
         return int(rows), int(columns)
 
-    def require_tokens(self, name: str) -> None:
+    def require_token_encodings(self, name: str) -> None:
         """Raise ValueError unless the patch embedding is timm's."""
         embed = self.model.patch_embed
         if type(embed) not in (PatchEmbed, PositionedPatchEmbed):
@@ -287,7 +287,7 @@ class SwinAdapter(Adapter):
                 f"{name} acts on the patches of timm's PatchEmbed, not {type(embed).__name__}"
             )
 
-    def add_tokens(self, encoding: PositionEncoding) -> None:
+    def add_token_encoding(self, encoding: PositionEncoding) -> None:
         """Add an encoding of the embedded patches."""
         embed = self.model.patch_embed
         if type(embed) is not PositionedPatchEmbed:

@@ -97,8 +97,8 @@ class TransformersAdapter(Adapter):
             else:
                 self._embeddings.register_forward_pre_hook(store.record_sizes)
 
-    def add(self, layer: Any, encoding: PositionEncoding) -> None:
-        """Add an encoding of attention to a layer."""
+    def add_attention_encoding(self, layer: Any, encoding: PositionEncoding) -> None:
+        """Add an encoding to a layer of attention."""
         if not hasattr(layer, "positions"):
             layer.config = copy.copy(layer.config)
             layer.config._attn_implementation = INTERFACE

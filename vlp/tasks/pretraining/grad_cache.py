@@ -86,6 +86,6 @@ def _run_chunk(
     running, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:
         terms = objective(chunk)
-        return {name: t._replace(anchors=None) for name, t in terms.items()}, chunk.statistics
+        return {name: term._replace(paths=None) for name, term in terms.items()}, chunk.statistics
     finally:
         step.model.anchor_threshold = running

@@ -44,8 +44,8 @@ from vlp.objectives.token import phrase_loss, token_losses
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.teacher import TeacherOutput, gather_keys
 
-# Token projections, parts of the model.
-TOKENS = frozenset({"image_tokens", "text_tokens"})
+# Names of the model's token projections.
+TOKEN_PROJECTIONS = frozenset({"image_tokens", "text_tokens"})
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Term(NamedTuple):
     loss: Loss
     weight: float
     # Detached paths of the B matching pairs, if computed.
-    anchors: AnchorPaths | None = None
+    paths: AnchorPaths | None = None
 
 
 class Objective:
@@ -103,7 +103,7 @@ class Objective:
     has_teacher_copy: ClassVar[bool] = False
     # Parts with a gradient of it: cross_encoder, match_head, image_tokens, text_tokens. A part that
     # no objective trains is frozen, as weight decay would shrink it.
-    trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKENS
+    trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKEN_PROJECTIONS
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         self.settings, self.objectives = settings, objectives
@@ -146,7 +146,7 @@ def register_objective(
 PAPER_MARGIN = 0.05
 # Initial value of the sigmoid loss's learned bias, as in SigLIP: nearly all pairs are negatives.
 SIGMOID_BIAS = -10.0
-# Initial value of the learned tau; 5 and 20 give a lower pointing accuracy
+# Initial value of the learned scale of token logits; 5 and 20 give a lower pointing accuracy
 # (configs/ablation/results).
 TOKEN_SCALE = 10.0
 
@@ -163,7 +163,7 @@ class Contrastive(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        self.trains = TOKENS if settings.is_paper_form else frozenset()
+        self.trains = TOKEN_PROJECTIONS if settings.is_paper_form else frozenset()
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
@@ -176,12 +176,13 @@ class Contrastive(Objective):
         settings, batch, teacher = self.settings, step.batch, step.teacher
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
-        positive = positives(batch.pair_ids, keys.image_ids)
-        # The first keys are those of all ranks' batches.
-        links = keys.image_ids[: len(batch.valid) * world_size()]
-        no_link = ~related(batch.pair_ids, links, links)
-        no_link = functional.pad(no_link, (0, len(keys.valid) - len(links)), value=True)
-        candidate_valid = keys.valid & (positive | no_link)
+        positive = positives(batch.pair_ids, keys.pair_ids)
+        # A pair that matches by way of a third row is neither positive nor negative. The first keys
+        # are those of all ranks' batches; a search in the queue would take too long.
+        batch_ids = keys.pair_ids[: len(batch.valid) * world_size()]
+        is_related = related(batch.pair_ids, batch_ids, batch_ids)
+        is_related = functional.pad(is_related, (0, len(keys.valid) - len(batch_ids)))
+        candidate_valid = keys.valid & (positive | ~is_related)
         if settings.is_paper_form:
             loss = paper_anchor_loss(
                 image,
@@ -275,11 +276,11 @@ class TokenTerms(Objective):
     """Contrast of tokens within sample groups, with the weight of the contrastive objective.
 
     Inputs: tokens of the unmasked batch. Losses: `token` (captions against images), `word` (words
-    against images), `phrase` (words follow a neighbour that points). Logs `token_scale`.
+    against images), `phrase` (a word imitates a more selective neighbour). Logs `token_scale`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
-    trains = TOKENS
+    trains = TOKEN_PROJECTIONS
     saves_modules: ClassVar[bool] = False
     can_chunk: ClassVar[bool] = True
     settings: ContrastiveConfig
@@ -295,7 +296,7 @@ class TokenTerms(Objective):
         return contrastive if contrastive and contrastive.has_token_term else None
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return the learned scale tau."""
+        """Return the learned scale of token logits."""
         return {"token_scale": self.scale}
 
     def __call__(self, step: Step) -> dict[str, Term]:
@@ -336,7 +337,7 @@ class ImageTextMatching(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        tokens = TOKENS if model.cross.token_score else frozenset()
+        tokens = TOKEN_PROJECTIONS if model.cross.token_score else frozenset()
         self.trains = tokens | {"cross_encoder", "match_head"}
 
     def __call__(self, step: Step) -> dict[str, Term]:
@@ -363,9 +364,9 @@ class ImageTextMatching(Objective):
             image, text, pairs, need_image=False, image_kv=image_kv, query_indices=query_indices
         )
         logits = step.model.match_logits(features)
-        anchors = features.anchors
-        if anchors is not None:
-            anchors = anchors.map(lambda part: part[: len(rows)].detach())
+        paths = features.paths
+        if paths is not None:
+            paths = paths.map(lambda part: part[: len(rows)].detach())
         if settings.listwise is None:
             no_match = torch.zeros_like(row_of_negative)
             labels = torch.cat([torch.ones_like(rows), no_match, no_match])
@@ -383,7 +384,7 @@ class ImageTextMatching(Objective):
             correct = (positive > negative.amax(1)).detach() & mask
             loss = listwise_itm_loss(positive, negative, mask)
         step.statistics["itm_accuracy"] = correct.sum() / mask.sum().clamp(min=1)
-        return {"itm": Term(loss, settings.weight, anchors)}
+        return {"itm": Term(loss, settings.weight, paths)}
 
 
 class MaskedLanguageModelling(Objective):

@@ -177,21 +177,21 @@ class CollapseWatch:
         return ""
 
 
-def step_statistics(step: Step, anchors: AnchorPaths | None) -> dict[str, Tensor]:
-    """Compute all statistics of a step with the `anchors` of its matching pairs."""
+def step_statistics(step: Step, paths: AnchorPaths | None) -> dict[str, Tensor]:
+    """Compute all statistics of a step with the `paths` of its matching pairs."""
     with record_function("pass/statistics"):
-        of_anchors = {} if anchors is None else _of_anchors(step, anchors)
-        return of_anchors | _of_features(step) | _word_cosines(step)
+        of_paths = {} if paths is None else _of_paths(step, paths)
+        return of_paths | _of_features(step) | _word_cosines(step)
 
 
-def _of_anchors(step: Step, anchors: AnchorPaths) -> dict[str, Tensor]:
+def _of_paths(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
     """Return `AnchorStatistics`, as means and by channel group, and the threshold."""
     threshold = step.model.anchor_threshold
     by_group = anchor_statistics(
-        anchors.similarity,
-        threshold.clamp(min=1e-3),
-        anchors.image_path[:, 1:],
-        anchors.reachable,
+        paths.similarity,
+        step.model.path_settings.threshold,
+        paths.image_path[:, 1:],
+        paths.reachable,
         step.batch.word_mask,
         step.batch.valid,
     )

@@ -94,13 +94,13 @@ class Pretraining(Task):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             step_inputs = self._encode(batch, step)
-            terms, anchors = self._run_objectives(step_inputs, on_clean_pairs=True)
-            anchors = self._matching_anchors(step_inputs, anchors)
+            terms, paths = self._run_objectives(step_inputs, on_clean_pairs=True)
+            paths = self._matching_paths(step_inputs, paths)
             if step_inputs.is_logged:
-                step_inputs.statistics |= step_statistics(step_inputs, anchors)
-            if anchors is not None:
-                self._move_threshold(step_inputs.batch, anchors)
-            del anchors  # frees memory: the other objectives do not read them
+                step_inputs.statistics |= step_statistics(step_inputs, paths)
+            if paths is not None:
+                self._move_threshold(step_inputs.batch, paths)
+            del paths  # frees memory: the other objectives do not read them
             terms |= self._run_objectives(step_inputs, on_clean_pairs=False)[0]
             return self.step_output(
                 {name: term.loss for name, term in terms.items()},
@@ -151,7 +151,7 @@ class Pretraining(Task):
     def _run_objectives(
         self, step: Step, on_clean_pairs: bool
     ) -> tuple[dict[str, Term], AnchorPaths | None]:
-        """Run the objectives on clean pairs, or the others; return their terms and anchors."""
+        """Run the objectives on clean pairs, or the others; return their terms and paths."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
             if objective.on_clean_pairs == on_clean_pairs:
@@ -160,24 +160,24 @@ class Pretraining(Task):
                         terms |= run_in_chunks(objective, step, self.grad_cache)
                     else:
                         terms |= objective(step)
-        anchors = next((term.anchors for term in terms.values() if term.anchors), None)
-        return {name: term._replace(anchors=None) for name, term in terms.items()}, anchors
+        paths = next((term.paths for term in terms.values() if term.paths), None)
+        return {name: term._replace(paths=None) for name, term in terms.items()}, paths
 
     @torch.no_grad()
-    def _matching_anchors(self, step: Step, anchors: AnchorPaths | None) -> AnchorPaths | None:
-        """Return the anchors of the matching pairs, computed here if no objective gave them."""
+    def _matching_paths(self, step: Step, paths: AnchorPaths | None) -> AnchorPaths | None:
+        """Return the paths of the matching pairs, computed here if no objective gave them."""
         if "anchor" not in self.config.cross.position:
             return None
-        return self.model.anchors(step.image, step.text) if anchors is None else anchors
+        return self.model.anchors(step.image, step.text) if paths is None else paths
 
-    def _move_threshold(self, batch: Batch, anchors: AnchorPaths) -> None:
+    def _move_threshold(self, batch: Batch, paths: AnchorPaths) -> None:
         """Move a running threshold towards the quantile of the matching pairs, in training."""
         options = self.model.anchor_options
         if options.threshold is None and self.training:
             with record_function("pass/anchor_threshold"):
                 move_threshold(
                     self.model.anchor_threshold,
-                    anchors.similarity,
+                    paths.similarity,
                     batch.word_mask,
                     batch.valid,
                     options.quantile,
