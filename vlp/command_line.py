@@ -6,6 +6,7 @@ Commands import lazily, so that help and errors need no PyTorch.
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -130,6 +131,17 @@ class Command(TyperCommand):
             if value in self.implied_values and following.startswith("-"):
                 result.append(self.implied_values[value])
         return result
+
+
+def require_output(path: Path, is_folder: bool) -> None:
+    """Raise typer.BadParameter if a file, or a folder of files, cannot be written at `path`."""
+    if os.path.exists(path) and os.path.isdir(path) != is_folder:
+        kind, other = ("file", "folder") if is_folder else ("folder", "file")
+        raise typer.BadParameter(f"{path} is a {kind}; name a {other} to write")
+    folders = (path, *path.parents) if is_folder else path.absolute().parents
+    nearest_path = next((parent for parent in folders if os.path.exists(parent)), Path())
+    if not os.path.isdir(nearest_path) or not os.access(nearest_path, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written: {nearest_path} is no writable folder")
 
 
 def _require_paths(values: Mapping[str, Any], path_options: Container[str | None]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from vlp.command_line import Command, positive
+from vlp.command_line import Command, positive, require_output
 from vlp.config import Precision
 
 
@@ -55,6 +55,8 @@ class EvaluationCommand(Command):
     """A command that may run under torchrun; wrong input ends it with one line."""
 
     implied_values = {"--match": "5"}  # noqa: RUF012
+    # Options for paths that are written, which are checked before any work.
+    outputs = ("out", "markdown", "latex")
 
     def invoke(self, ctx: Any) -> int:
         """Run the command; return the exit code (2: wrong input, 1: a disk or a rank failed)."""
@@ -72,6 +74,9 @@ class EvaluationCommand(Command):
         # From the environment, as errors may precede the process group.
         rank = os.environ.get("RANK", "0")
         try:
+            for param in self.params:
+                if param.name in self.outputs and (path := ctx.params.get(param.name)) is not None:
+                    require_output(path, str(param.metavar).startswith("DIR"))
             with distributed.process_group():
                 return super().invoke(ctx) or 0
         except (ConfigError, EvaluationError, FileNotFoundError, typer.BadParameter) as error:

@@ -33,6 +33,7 @@ from vlp.command_line import (
     nearest,
     new_app,
     positive,
+    require_output,
     run_app,
     tower_overrides,
 )
@@ -236,6 +237,7 @@ def export(
     from vlp.serving.export import export_model
     from vlp.tasks.downstream.task import has_task
 
+    require_output(out, is_folder=True)
     with _config_errors():
         loaded = vlp.load(model, revision=revision)
         if loaded.folder is not None and has_task(loaded.folder):

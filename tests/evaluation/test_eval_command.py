@@ -132,6 +132,8 @@ def places(tmp_path, monkeypatch, model_folder, scene_shards):
         (f"{ZEROSHOT} --classes twice --templates template", "'red' is listed twice"),
         (f"{ZEROSHOT} --classes two --templates plain", "'a photo' has no {}"),
         (f"{EMBED} --shards SHARDS --out taken", "--out taken"),
+        (f"{EMBED} --shards SHARDS --out red.png/a", "red.png is no writable folder"),
+        (f"{RETRIEVAL} --out red.png", "red.png is a file; name a folder"),
         (ANCHORS, "either --image and --text, or --shards"),
         (f"{ANCHORS} --image red.png", "go together"),
         (f"{ANCHORS} --image red.png --text a --count 2", "--count is for --shards"),

@@ -221,7 +221,8 @@ class CocoImages:
         content = self._files.read(entry.file_name, where)
         image = decode_image(content, where)
         # The image may be stored smaller than annotated, and annotated before EXIF turned it.
-        size = (entry.width, entry.height) if entry.width and entry.height else image.size
+        annotated_size = (entry.width, entry.height) if entry.width and entry.height else None
+        size = annotated_size or image.size
         if (turn := turn_of(size, image.size, 1)) is None:
             with decoder_errors(where), open_image(content, where) as header:
                 turn = turn_of(size, image.size, orientation(header))
@@ -230,9 +231,10 @@ class CocoImages:
                 "image of another shape",
                 f"{where}: {image.width} x {image.height} px, annotated {size[0]} x {size[1]}",
             )
-        rows = self._objects.get(entry.id, [])
-        clipped = ((row, clip_box(row.bbox, size)[1]) for row in rows)
-        objects = [(row, corners) for row, corners in clipped if corners is not None]
+        objects = self._objects.get(entry.id, [])
+        if annotated_size is None:
+            clipped = ((row, clip_box(row.bbox, size)[1]) for row, _ in objects)
+            objects = [(row, corners) for row, corners in clipped if corners is not None]
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
             upright = size[1], size[0]
@@ -251,9 +253,9 @@ class CocoImages:
 
     def _by_image(
         self, annotations: Iterable[_Object], faults: dict[str, list[str]]
-    ) -> dict[Any, list[_Object]]:
-        """Return the objects of each image id whose boxes lie in the image."""
-        # An unknown side is that of the stored image, which is not read here.
+    ) -> dict[Any, list[tuple[_Object, Corners]]]:
+        """Return the objects whose boxes lie in their image, with the clipped box, by image id."""
+        # An unknown side is that of the stored image, which only `read` knows.
         sizes = {
             image.id: (image.width or sys.maxsize, image.height or sys.maxsize)
             for image in self._images
@@ -270,7 +272,7 @@ class CocoImages:
                 if kind is not None:
                     faults[kind].append(f"{name} {list(row.bbox)} of image {row.image_id}")
                 if corners is not None:
-                    objects[row.image_id].append(row)
+                    objects[row.image_id].append((row, corners))
         return dict(objects)
 
 
