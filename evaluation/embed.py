@@ -26,6 +26,12 @@ from vlp.io import parse_json
 from vlp.models.folder import Loaded
 
 
+def require_empty(out: Path) -> None:
+    """Raise EvaluationError unless `out` is an empty folder, or does not exist."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise EvaluationError(f"--out {out} exists already; name another folder")
+
+
 class FeatureFiles:
     """Writer of NAME.npy (rows, width) and NAME.jsonl, a line per row; `finish` merges ranks."""
 
@@ -35,8 +41,7 @@ class FeatureFiles:
         self._out, self._names, self._width, self._dtype = out, names, width, np.dtype(dtype)
         self._processes = processes
         self._parts = out.with_name(out.name + ".tmp")
-        if out.is_file() or (out.is_dir() and any(out.iterdir())):
-            raise EvaluationError(f"--out {out} exists already; name another folder")
+        require_empty(out)
         # One rank creates the folder; an error is raised on all ranks.
         self._processes.map_blocks(1, lambda _: self._start())
         self._rows = dict.fromkeys(names, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,9 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
+from vlp.precision import NOT_FINITE
+
+logger = logging.getLogger(__name__)
 
 # Fills rows of positives up to the longest row.
 PADDING = -1
@@ -303,14 +307,17 @@ def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str])
     return counter(texts) if counter else 0
 
 
+def warn_if_cut(text: Callable[[Sequence[str]], TextTokens], caption: str) -> None:
+    """Log a warning if `text` truncates a caption."""
+    if count_cut(text, [caption]):
+        logger.warning("the text is longer than max_tokens: the model reads its beginning")
+
+
 def require_finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
     """Return the features or scores; raise EvaluationError if any is NaN or infinite."""
     # NaN has no rank: it would change figures silently.
     if not np.isfinite(features).all():
-        raise EvaluationError(
-            "the model returns features or scores that are not finite: try --precision float32; if "
-            "that does not help, the weights are damaged"
-        )
+        raise EvaluationError(NOT_FINITE)
     return features
 
 

@@ -228,6 +228,11 @@ def _pointing_figures(content: Mapping[str, Any]) -> SavedFigures:
     return SavedFigures(figures, next(iter(figures)))
 
 
+def cut_notes(cut: int, count: int, texts: str) -> tuple[str, ...]:
+    """Return a note that `cut` of `count` texts, a plural noun, are truncated; empty if none."""
+    return (f"{cut} of {count} {texts} are truncated to max_tokens.",) if cut else ()
+
+
 UNTRAINED_MATCH = "its cross-modal encoder was never trained to match (no ITM)"
 
 

@@ -32,11 +32,11 @@ class EvaluationError(Redacted, ValueError):
 
 
 @contextmanager
-def single_line_errors() -> Iterator[None]:
-    """Turn a ValueError into an EvaluationError with its message in one line."""
+def single_line_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Turn an error of a kind into an EvaluationError with its message in one line."""
     try:
         yield
-    except ValueError as error:
+    except kind as error:
         raise EvaluationError(" ".join(str(error).split())) from error
 
 

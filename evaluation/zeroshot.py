@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.encoder import GIBIBYTE, Block, BlockCache, require_finite
+from evaluation.encoder import GIBIBYTE, Block, BlockCache, count_cut, require_finite
 from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Result, Table, untrained_match_notes
+from evaluation.results import Figure, Result, Table, cut_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     ProcessGroup,
@@ -29,7 +29,7 @@ from evaluation.work_sharding import (
     keep_scores,
 )
 from vlp.data.labelled_images import Labelled, open_labelled
-from vlp.data.schema import normalised_caption
+from vlp.data.text.tokenizer import TextTokens
 from vlp.io import lines_of
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
@@ -194,7 +194,7 @@ def evaluate_zeroshot(
         if top:
             nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
             with torch.no_grad(), inference(torch_device, options.precision):
-                new_scores = _log_odds(model, image, nearest, prompt_features)
+                new_scores = require_finite(_log_odds(model, image, nearest, prompt_features))
             if match_by == "sum":
                 new_scores += np.take_along_axis(similarity, nearest, 1) / temperature
             stages["match"] = rerank_scores(similarity, nearest, new_scores)
@@ -216,8 +216,7 @@ def evaluate_zeroshot(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )
     notes = untrained_match_notes(model.match_is_trained or not top, "their new order")
-    if repeats := len(prompts.names) - len({normalised_caption(name) for name in prompts.names}):
-        notes = (*notes, f"{repeats} classes repeat an earlier name and are never predicted.")
+    notes += _prompt_notes(prompts, loaded.text)
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
 
@@ -228,11 +227,24 @@ def rerank_scores(
 
     nearest: indices (images, top) of the best classes; new_scores: their new scores.
     """
-    # A NaN ranks last among `nearest`. `initial` is for a block that is empty or all NaN.
-    lowest = np.nanmin(new_scores, initial=0) - 1
-    reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + lowest - 1
-    np.put_along_axis(reranked, nearest, np.where(np.isnan(new_scores), lowest, new_scores), axis=1)
+    below = np.min(new_scores) - 1
+    reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + below
+    np.put_along_axis(reranked, nearest, new_scores, axis=1)
     return reranked
+
+
+def _prompt_notes(prompts: Prompts, text: Callable[[Sequence[str]], TextTokens]) -> tuple[str, ...]:
+    """Return notes on truncated prompts, and on classes with the tokens of an earlier class."""
+    cut, ids_of_classes = 0, set()
+    for index in range(len(prompts.labels)):
+        class_prompts = prompts.of_class(index)
+        cut += count_cut(text, class_prompts)
+        ids_of_classes.add(text(class_prompts).text_ids.numpy().tobytes())
+    notes = cut_notes(cut, len(prompts.labels) * len(prompts.templates), "prompts")
+    if repeats := len(prompts.labels) - len(ids_of_classes):
+        note = f"{repeats} classes have the tokens of an earlier class and are never predicted."
+        notes = (*notes, note)
+    return notes
 
 
 def _pixels(preprocess: Callable[[Any], Tensor], item: Labelled, number: int) -> Tensor:

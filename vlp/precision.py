@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 
+class NotFiniteError(ValueError):
+    """Features, logits or scores that are NaN or infinite, which have no order."""
+
+
+NOT_FINITE = (
+    "the model returns features or scores that are not finite: try --precision float32; if that "
+    "does not help, the weights are damaged"
+)
+
+
+def require_finite(values: Tensor) -> Tensor:
+    """Return logits or scores; raise NotFiniteError if any is NaN or infinite."""
+    # `argmax` and `topk` of NaN would still return an index.
+    if not bool(values.isfinite().all()):
+        raise NotFiniteError(NOT_FINITE)
+    return values
+
+
 def full_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert tensors of any shapes to their common dtype, float32 at least."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)

@@ -22,7 +22,7 @@ from evaluation.commands.options import (
     require_single_process,
 )
 from evaluation.jobs import JOBS, PROBES, Job
-from vlp.command_line import Group, Overrides, new_app, positive
+from vlp.command_line import Group, Overrides, new_app, positive, require_output
 from vlp.config import Precision
 from vlp.tasks.downstream.registry import task_kinds, task_summary
 
@@ -81,6 +81,8 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
         # Without defaults, so that validators see which options the user set.
         changes = {n: v for n, v in values.items() if v not in (None, job.model_fields[n].default)}
         settings = validate({"task": kind, "shards": shards, **changes}, job, f"evaluate {kind}")
+        out = out or results_folder(model)
+        require_output(out, is_folder=True)
         result = run_job(settings, model_of(settings, model), device, workers, progress=True)
         if first_rank():
             if list_count:
@@ -88,7 +90,7 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
 
                 print(*examples(result, list_count), sep="\n")
             print(result.table().text())
-            print(f"\nwritten to {result.save(out or results_folder(model))}")
+            print(f"\nwritten to {result.save(out)}")
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -158,17 +160,17 @@ def vision(
     """Evaluate a vision model on its test data."""
     from evaluation.options import EvalOptions
     from evaluation.results import Table, write_report
-    from evaluation.samples import single_line_errors
     from evaluation.vision import evaluate_folder
     from vlp.models.pretrained.local_copy import results_folder
 
     require_single_process("run vlp evaluate vision in one process, without torchrun")
+    out = results_folder(model)
+    require_output(out, is_folder=True)
     options = EvalOptions(limit, device=device, precision=precision, workers=workers)
-    with single_line_errors():
-        figures = evaluate_folder(model, options)
+    figures = evaluate_folder(model, options)
     table = Table(model, ["", "value"], [[name, f"{value:.2f}"] for name, value in figures.items()])
     print(table.text())
-    print(f"\nwritten to {write_report(results_folder(model), 'vision', table, figures)}")
+    print(f"\nwritten to {write_report(out, 'vision', table, figures)}")
 
 
 @app.command("all", cls=EvaluationCommand)

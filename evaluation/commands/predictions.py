@@ -90,8 +90,6 @@ def predict(
         raise typer.BadParameter("--text is for --image; shards hold their own texts")
     assert shards is not None
     assert out is not None
-    if out.is_dir():
-        raise typer.BadParameter(f"--out {out} is a folder; name a file")
     predictions = predict_shards(
         model, shards, EvalOptions(limit, batch or 64, device, precision, workers, progress=True)
     )
@@ -107,6 +105,11 @@ def predict(
             rows_file = out.with_name(f"{out.name}.rows.jsonl")
             write_lines(rows_file, predictions.rows)
             raise EvaluationError(f"{error}; the predictions are in {rows_file}") from error
+    if predictions.cut:
+        print(
+            f"warning: {predictions.cut} texts are truncated to the model's max_tokens",
+            file=sys.stderr,
+        )
     if predictions.skipped:
         kinds = format_kinds(predictions.skipped)
         print(
@@ -139,9 +142,11 @@ def embed(
     """
     from evaluation.downstream.task_evaluation import load_model
     from evaluation.embed import embed as embed_shards
+    from evaluation.embed import require_empty
     from evaluation.options import EvalOptions
     from evaluation.samples import format_kinds
 
+    require_empty(out)
     options = EvalOptions(limit, batch, device, precision, workers, progress=True)
     counts = embed_shards(load_model(model), shards, out, options, dtype=dtype)
     if first_rank():

@@ -20,6 +20,7 @@ class GroundingEvaluation(TaskEvaluation):
 
     kind = "grounding"
     title = "Visual grounding"
+    text_field = "text"
     job = GroundingJob
     evaluate_loaded = staticmethod(evaluate_grounding)
     submission = Submission(

@@ -21,12 +21,9 @@ from evaluation.downstream.task_evaluation import (
 from evaluation.work_sharding import clustered_figures, keep_scores
 from vlp.data.downstream.dataset import panels
 from vlp.data.shards.shard_reader import Item
+from vlp.precision import require_finite
 from vlp.tasks.pair_classification.data import PairBatch, PairExample
-from vlp.tasks.pair_classification.task import (
-    Nlvr2AssignmentConfig,
-    Nlvr2Config,
-    PairClassification,
-)
+from vlp.tasks.pair_classification.task import Nlvr2Config, PairClassification
 
 
 class PairEvaluation(TaskEvaluation):
@@ -36,6 +33,7 @@ class PairEvaluation(TaskEvaluation):
     the share of the most frequent class.
     """
 
+    text_field = "text"
     action = PageAction(
         "Judge", "judge", "judge texts", "Judge", "Judgement", "Hypothesis or statement"
     )
@@ -47,18 +45,12 @@ class PairEvaluation(TaskEvaluation):
         self, task: PairClassification, item: Item, example: PairExample, prediction: str
     ) -> Row:
         """Return `key`, `identifier` or `pairID` if annotated, `text`, `prediction` and so on."""
-        annotation, classes = item.raw.annotation, task.config.classes
-        text = (
-            "\n".join(annotation.captions or [annotation.caption or ""])
-            if isinstance(task.config, Nlvr2AssignmentConfig)
-            else annotation.statement or annotation.hypothesis
-        )
-        extra = annotation.model_extra or {}
+        extra, classes = item.raw.annotation.model_extra or {}, task.config.classes
         ids: Row = {name: extra[name] for name in ("identifier", "pairID") if name in extra}
         return {
             "key": item.raw.key,
             **ids,
-            "text": text,
+            "text": example.text,
             "prediction": prediction,
             "label": None if example.label is None else classes[example.label],
             "image": item.raw.image_name,
@@ -111,7 +103,7 @@ class PairEvaluation(TaskEvaluation):
         valid = torch.ones(1, dtype=torch.bool)
         # `logits` does not read the label.
         batch = PairBatch(pixels, *task.text([text]), torch.tensor([-1]), valid).to(device)
-        probabilities = task.logits(batch).float().softmax(-1)[0].tolist()
+        probabilities = require_finite(task.logits(batch).float()).softmax(-1)[0].tolist()
         return sorted(zip(task.config.classes, probabilities), key=lambda pair: -pair[1])
 
 

@@ -20,41 +20,49 @@ from evaluation.downstream.task_evaluation import (
     load_for_evaluation,
     load_model,
 )
-from evaluation.encoder import encode_image
+from evaluation.encoder import encode_image, warn_if_cut
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import UNTRAINED_MATCH
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, single_line_errors
 from evaluation.work_sharding import EvaluatedItems, evaluating, inference
 from vlp.config import ConfigError, Precision
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
+from vlp.precision import NotFiniteError, require_finite
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, has_task
 
 
 class Predictions(NamedTuple):
-    """Kind of task, rows in the order of the shards, and number of skipped samples by kind."""
+    """Predictions of shard folders."""
 
     kind: str
+    # In the order of the shards.
     rows: list[Row]
+    # Number of skipped samples by kind.
     skipped: dict[str, int]
+    # Number of rows with a text that the tokenizer truncates.
+    cut: int
 
 
 def predict(
     folder: str | Path, shards: Sequence[str | Path], options: EvalOptions = EvalOptions()
 ) -> Predictions:
     """Predict every item of shard folders; the same for any number of ranks."""
-    if not has_task(folder):
-        kind, (rows, skipped) = "grounding", _predict_boxes(folder, shards, options)
-    else:
-        task = load_for_evaluation(folder)
-        kind = task.kind
-        rows, skipped = get_evaluation(kind).predictions(task, shards, options)
+    source = load_for_evaluation(folder) if has_task(folder) else load_model(folder)
+    kind = source.kind if isinstance(source, Downstream) else "grounding"
+    evaluation = get_evaluation(kind)
+    rows, skipped = (
+        evaluation.predictions(source, shards, options)
+        if isinstance(source, Downstream)
+        else _predict_boxes(source, folder, shards, options)
+    )
     # Predictions hold neither annotations nor scores.
-    hidden = (*get_evaluation(kind).hidden, "scores")
-    return Predictions(kind, drop_fields(rows, hidden), skipped)
+    hidden = (*evaluation.hidden, "scores")
+    cut = evaluation.count_cut(source.text, rows)
+    return Predictions(kind, drop_fields(rows, hidden), skipped, cut)
 
 
 def write_official(path: Path, predictions: Predictions) -> None:
@@ -91,9 +99,8 @@ def _unique_ids(rows: Sequence[Row]) -> list[Row]:
 
 
 def _predict_boxes(
-    folder: str | Path, shards: Sequence[str | Path], options: EvalOptions
+    loaded: Loaded, folder: str | Path, shards: Sequence[str | Path], options: EvalOptions
 ) -> EvaluatedItems:
-    loaded = load_model(folder)
     try:
         # One resample, as only the rows are used.
         result = evaluate_grounding(loaded, shards, replace(options, resamples=1))
@@ -142,7 +149,13 @@ def predict_item(
         )
     decoded = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
-    with torch.no_grad(), evaluating(model, device) as run_device, inference(run_device, precision):
+    warn_if_cut(source.text, text or "")
+    with (
+        single_line_errors(NotFiniteError),
+        torch.no_grad(),
+        evaluating(model, device) as run_device,
+        inference(run_device, precision),
+    ):
         if isinstance(source, Loaded):
             features = encode_image(source, decoded[0], run_device)
             return Answers(MATCH, match_of(source, features, text or ""))
@@ -171,5 +184,6 @@ def _require_inputs(source: Downstream | Loaded, images: int, text: str | None) 
 def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:
     """Return `matches` and `does not` with probabilities, the likelier first."""
     tokens = (part.to(image.states.device) for part in loaded.text([text]))
-    matches = float(loaded.model.match(image, loaded.model.encode_text(*tokens)).sigmoid())
+    log_odds = loaded.model.match(image, loaded.model.encode_text(*tokens))
+    matches = float(require_finite(log_odds).sigmoid())
     return sorted([("matches", matches), ("does not", 1 - matches)], key=lambda pair: -pair[1])

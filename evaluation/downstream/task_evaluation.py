@@ -17,13 +17,15 @@ from PIL import Image
 
 import vlp
 from evaluation.downstream.submissions import Submission
+from evaluation.encoder import count_cut
 from evaluation.jobs import Job
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Result
+from evaluation.results import Figure, Result, cut_notes
 from evaluation.samples import EvaluationError, single_line_errors
 from evaluation.work_sharding import EvaluatedItems, evaluate_blocks, evaluating, inference
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
+from vlp.precision import NotFiniteError
 from vlp.tasks.downstream.registry import get_task, task_kinds, task_module
 from vlp.tasks.downstream.task import Downstream, load_task
 from vlp.tasks.retrieval.task import PairsTask
@@ -78,8 +80,10 @@ class TaskEvaluation:
     no_truth: ClassVar[str] = "no sample has a label"
     # Fields of rows that files leave out.
     hidden: ClassVar[tuple[str, ...]] = ()
-    # Names of further options of `evaluate`, which are fields of `job`.
-    options: ClassVar[tuple[str, ...]] = ()
+    # Field of a row that holds the text that the model reads; "" if it reads none.
+    text_field: ClassVar[str] = ""
+    # Further options of `evaluate`, which are fields of `job`.
+    option_names: ClassVar[tuple[str, ...]] = ()
     job: ClassVar[type[Job]] = Job
     submission: Submission | None = None
     action: ClassVar[PageAction | None] = None
@@ -99,8 +103,7 @@ class TaskEvaluation:
 
     def predict(self, task: Any, batch: Any, **options: Any) -> list[str]:
         """Predict every item of a batch."""
-        with single_line_errors():  # such as logits that are not finite
-            predictions: list[str] = task.predict(batch)
+        predictions: list[str] = task.predict(batch)
         return predictions
 
     def evaluate(
@@ -112,7 +115,7 @@ class TaskEvaluation:
     ) -> Result:
         """Evaluate a task on shards; the same for any number of ranks.
 
-        Items without annotation are predicted but not scored. kwargs: the class's `options`.
+        Items without annotation are predicted but not scored. kwargs: options of `option_names`.
         """
         # Before the predictions, which may take hours.
         self.require_tools(task)
@@ -127,6 +130,7 @@ class TaskEvaluation:
         figures, notes = self.score(task, annotated, options.resamples, **kwargs)
         if unlabelled := len(rows) - len(annotated):
             notes = (*notes, f"{unlabelled} items have no annotation: predicted but not scored.")
+        notes = (*notes, *cut_notes(self.count_cut(task.text, rows), len(rows), "texts"))
         # Training data are allowed, to measure the training error.
         if overlap := training_folders(task, folders):
             notes = (*notes, f"Careful: the model was trained on {', '.join(overlap)}.")
@@ -148,21 +152,32 @@ class TaskEvaluation:
         **kwargs: Any,
     ) -> EvaluatedItems:
         """Predict every item, annotated or not; arguments as in `evaluate`."""
-        if unknown := kwargs.keys() - set(self.options):
+        if unknown := kwargs.keys() - set(self.option_names):
             raise TypeError(f"{self.kind} has no option {', '.join(sorted(unknown))}")
         dataset = task.dataset(shards, options.limit)
 
         def evaluate(examples: Sequence[tuple[Item, Any]]) -> list[Row]:
             inputs = dataset.collate([example for _, example in examples]).to(torch_device)
-            with torch.no_grad(), inference(torch_device, options.precision):
-                answers = self.predict(task, inputs, **kwargs)
-            return [self.row(task, *pair, answer) for pair, answer in zip(examples, answers)]
+            with (
+                single_line_errors(NotFiniteError),
+                torch.no_grad(),
+                inference(torch_device, options.precision),
+            ):
+                predictions = self.predict(task, inputs, **kwargs)
+            return [
+                self.row(task, *pair, prediction)
+                for pair, prediction in zip(examples, predictions, strict=True)
+            ]
 
         with evaluating(task, options.device) as torch_device:
             rows, skipped = evaluate_blocks(
                 dataset.items, dataset.make, evaluate, options, torch_device
             )
         return EvaluatedItems(self.merge_rows(rows), skipped)
+
+    def count_cut(self, text: Callable[..., Any], rows: Sequence[Row]) -> int:
+        """Return the number of rows with a text that the tokenizer `text` truncates."""
+        return count_cut(text, [row[self.text_field] for row in rows]) if self.text_field else 0
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
         """Merge rows of samples that are parts of one item; by default there are none."""

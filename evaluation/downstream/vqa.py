@@ -38,7 +38,8 @@ class VqaEvaluation(TaskEvaluation):
     title = "Visual question answering"
     truth, no_truth = "answers", "no question has an answer"
     hidden = ("answers", "types")
-    options = ("predict", "version")
+    text_field = "question"
+    option_names = ("predict", "version")
     job = VqaJob
     submission = Submission("question_id", write_vqa)
     action = PageAction("Ask", "answer", "answer questions", "Ask", "Answer", "Question")

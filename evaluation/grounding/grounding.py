@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evaluation.encoder import count_cut, require_finite
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.options import EvalOptions
-from evaluation.results import Result, untrained_match_notes
+from evaluation.results import Result, cut_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     clustered_figures,
@@ -119,6 +120,7 @@ def evaluate_grounding(
         values, [row["image"] for row in rows], chances, options.resamples, masks
     )
     keep_scores(rows, values, masks)
+    texts = [row["text"] for row in rows]
     trained = loaded.model.match_is_trained or by != "gradcam"
     first_pieces = "" if head is None else f", first {head} word pieces"
     source = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
@@ -132,6 +134,7 @@ def evaluate_grounding(
         notes=(
             f"Maps: {source}{first_pieces}. View: {view}.",
             *untrained_match_notes(trained, "Grad-CAM"),
+            *cut_notes(count_cut(loaded.text, texts), len(rows), "expressions"),
         ),
         view=view,
     )
@@ -202,8 +205,7 @@ def _maps(
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)
         mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
         heat = mean.unflatten(-1, model.config.image.grid)
-    result: NDArray[np.float64] = heat.double().cpu().numpy()
-    return result
+    return require_finite(heat.double().cpu().numpy())
 
 
 def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[str, Any]:

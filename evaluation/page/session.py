@@ -27,7 +27,7 @@ from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import map_caption
 from evaluation.results import UNTRAINED_MATCH
 from evaluation.retrieval.gallery import Gallery
-from evaluation.samples import CaptionedSample, EvaluationError
+from evaluation.samples import CaptionedSample, EvaluationError, single_line_errors
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import MAX_IMAGE_BYTES, limits
@@ -36,6 +36,7 @@ from vlp.data.shards.sample_files import BadSample
 from vlp.distributed import default_device
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
+from vlp.precision import NotFiniteError
 from vlp.tasks.downstream.task import Downstream, has_task
 
 # An image, or an uploaded file.
@@ -151,8 +152,14 @@ class ModelSession:
             count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
             raise EvaluationError(f"{task.kind} takes {count}, not {len(images)}")
         decoded = [self._open_image(image).image for image in images]
-        with torch.no_grad(), evaluating(task, self.device), inference(self.device, None):
-            return get_evaluation(task.kind).predict_item(task, decoded, prompt, self.device)
+        evaluation = get_evaluation(task.kind)
+        with (
+            single_line_errors(NotFiniteError),
+            torch.no_grad(),
+            evaluating(task, self.device),
+            inference(self.device, None),
+        ):
+            return evaluation.predict_item(task, decoded, prompt, self.device)
 
     def match(self, image: ImageInput, text: str) -> list[tuple[str, float]]:
         """Return the probabilities that a text belongs to an image and that it does not."""
@@ -161,7 +168,7 @@ class ModelSession:
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
             # In float32, as maps of other tabs use the cached features, too.
             features = encoded.features
-            with inference(self.device, None):
+            with single_line_errors(NotFiniteError), inference(self.device, None):
                 return match_of(self.loaded, features, caption)
 
     def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,21 +12,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.encoder import encode_image
+from evaluation.encoder import encode_image, warn_if_cut
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.samples import CaptionedSample, EvaluationError, Samples, drop_blank_captions
 from evaluation.work_sharding import evaluating
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.text.tokenizer import TextProcessor
 from vlp.data.text.word_boxes import word_positions, word_text, words_with_boxes
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import group_similarity
-
-logger = logging.getLogger(__name__)
 
 Box = tuple[float, ...]
 
@@ -169,7 +165,7 @@ def _detail(
         text = _encode_caption(loaded, sample, device)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {caption!r} holds no word")
-        _warn_if_truncated(loaded.text, caption)
+        warn_if_cut(loaded.text, caption)
         anchors = _anchors(model, image, text).cpu()
         path, reachable = (part.cpu() for part in _paths(model, image, text))
         match = float(model.match(image, text))
@@ -230,11 +226,3 @@ def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
     """Return boxes by word index of the first caption; empty if unknown."""
     words = words_with_boxes(sample.annotation)
     return {word.position: word.boxes for word in words if word.caption == 0}
-
-
-def _warn_if_truncated(text: TextProcessor, caption: str) -> None:
-    # `words` truncates, so pieces are counted word by word, without [CLS] and [SEP].
-    pieces = sum(len(text.words(word)) - 2 for word in caption.split())
-    limit = text.max_tokens - 2
-    if pieces > limit:
-        logger.warning("the text has %d word pieces, the model reads the first %d", pieces, limit)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from evaluation.encoder import count_cut, require_finite
 from evaluation.options import EvalOptions
-from evaluation.results import Result, untrained_match_notes
+from evaluation.results import Result, cut_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     clustered_figures,
@@ -79,8 +80,10 @@ def evaluate_foils(
     )
     keep_scores(rows, values, masks)
     pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
+    texts = list({row[name] for row in rows for name in ("caption", "foil")})
     notes = (
         f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",
+        *cut_notes(count_cut(loaded.text, texts), len(texts), "captions and foils"),
         *untrained_match_notes(loaded.model.match_is_trained, "`match`"),
     )
     counts = {"items": len(rows)}
@@ -146,13 +149,16 @@ def _score_pairs(
             (image, index_of[text]) for image, caption, foil, _ in foils for text in (caption, foil)
         )
     )
-    scores: dict[tuple[int, int], tuple[float, float]] = {}
+    # By pair, in the order of `SCORERS`.
+    scores: dict[tuple[int, int], list[float]] = {}
     for start in range(0, len(pairs), PAIRS):
         chunk = pairs[start : start + PAIRS]
         image_indices, text_indices = torch.tensor(chunk, device=device).T
         images, captions = image_features.select(image_indices), text_features.select(text_indices)
         dual = (images.feature.double() * captions.feature.double()).sum(-1)
-        scores |= dict(zip(chunk, zip(model.match(images, captions).tolist(), dual.tolist())))
+        match = model.match(images, captions).double()
+        chunk_scores = require_finite(torch.stack([match, dual], dim=1).cpu().numpy())
+        scores |= dict(zip(chunk, chunk_scores.tolist()))
     for image, caption, foil, kind in foils:
         caption_index, foil_index = index_of[caption], index_of[foil]
         # Equal tokens: the tokenizer truncated the texts before the exchange.

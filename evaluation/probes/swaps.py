@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from evaluation.encoder import require_finite
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
@@ -190,7 +191,7 @@ def _score(
     if head is not None:
         scores.append(_word_scores(loaded, head, images, tokens, image, caption))
     all_scores = torch.stack(scores).view(len(scores), count, 2, 2).transpose(0, 1)
-    return all_scores.cpu().numpy()
+    return require_finite(all_scores.cpu().numpy())
 
 
 def _word_scores(

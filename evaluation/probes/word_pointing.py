@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
+from evaluation.encoder import require_finite
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
@@ -440,7 +441,8 @@ def _score_scenes(
         image_tokens, text_tokens = model.anchor_features(images, texts)
         patches = image_tokens[row]
         with torch.autocast(device.type, enabled=False):
-            cosine = (_unit(patches) @ _unit(text_tokens).transpose(-2, -1)).float().cpu().numpy()
+            cosines = (_unit(patches) @ _unit(text_tokens).transpose(-2, -1)).float()
+            cosine = require_finite(cosines.cpu().numpy())
             similarity = group_similarity(patches.float(), text_tokens.float(), groups)
         # (captions, M, N): number of channel groups in which the patch anchors the token.
         anchors = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()

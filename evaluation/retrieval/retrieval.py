@@ -14,7 +14,7 @@ from tqdm import tqdm
 from evaluation.encoder import GIBIBYTE, PADDING, Collection, Encoder, require_finite
 from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
-from evaluation.results import ARROWS, Figure, Result, Table, untrained_match_notes
+from evaluation.results import ARROWS, Figure, Result, Table, cut_notes, untrained_match_notes
 from evaluation.retrieval.query_bank import normalised_features
 from evaluation.retrieval.rerank import (
     EncodedBlocks,
@@ -331,7 +331,7 @@ def evaluate_retrieval(
         )
     if shared:
         notes.append(f"{shared} of these images are in the bank, so recall is biased upwards.")
-    images_of_text, texts = collection.positives()[0], len(collection.text)
+    images_of_text, _ = collection.positives()
     if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
         notes.append(f"{copies} captions also describe another image: correct for both.")
     if collection.copies:
@@ -339,8 +339,7 @@ def evaluate_retrieval(
             f"{collection.copies} images without image_id are byte-identical to an earlier one, "
             "whose captions count as wrong; give both one image_id."
         )
-    if collection.cut:
-        notes.append(f"{collection.cut} of {texts} captions are truncated to max_tokens.")
+    notes += cut_notes(collection.cut, len(collection.text), "captions")
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image), "texts": len(collection.text)},

@@ -6,8 +6,9 @@ from importlib import import_module
 from pathlib import Path
 
 from evaluation.options import EvalOptions
-from evaluation.samples import EvaluationError
+from evaluation.samples import EvaluationError, single_line_errors
 from vlp.data.shards.sample_files import BadSample
+from vlp.precision import NotFiniteError
 from vlp.tasks.caption.metrics import CaptionToolError
 from vlp.tasks.vision_only import load_task
 
@@ -19,10 +20,11 @@ def evaluate_folder(folder: str | Path, options: EvalOptions = EvalOptions()) ->
     for grids and pixels, where one token or a third decimal decides, and the training's for
     widgets.
     """
-    task = load_task(folder)
+    with single_line_errors():
+        task = load_task(folder)
     evaluate = import_module(f"evaluation.vision.{task.config.kind}").evaluate
     try:
         figures: dict[str, float] = evaluate(task, options)
-    except (BadSample, CaptionToolError, ImportError) as error:
+    except (BadSample, CaptionToolError, ImportError, NotFiniteError) as error:
         raise EvaluationError(str(error)) from error
     return figures

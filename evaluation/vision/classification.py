@@ -14,6 +14,7 @@ from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled
+from vlp.precision import require_finite
 from vlp.tasks.classification.task import Classification
 
 BATCH = 256
@@ -36,7 +37,7 @@ def evaluate(task: Classification, options: EvalOptions) -> dict[str, float]:
             pixels, labels = (part.to(torch_device, non_blocking=True) for part in arrays)
             with inference(torch_device, options.precision):
                 logits = task.model(pixels)
-            logits = logits.float()
+            logits = require_finite(logits.float())
             hit = logits.topk(top).indices == labels[:, None]
             hits += torch.stack([hit[:, 0].sum(), hit.any(-1).sum()]).cpu()
             loss += float(functional.cross_entropy(logits, labels, reduction="sum"))

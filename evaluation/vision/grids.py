@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from evaluation.encoder import require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import evenly_spaced
 from evaluation.work_sharding import evaluating, inference
+from vlp.precision import require_finite
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
 from vlp.tasks.grids.task import Grids
@@ -53,9 +53,7 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             # right tokens before it, so one teacher-forced pass is enough.
             with inference(torch_device, options.precision or "float32"):
                 logits = task.model(batch, batch.outputs)
-            # `argmax` of NaN would be a token. The sum is not finite if any logit is not.
-            require_finite(logits.double().sum().cpu().numpy())
-            likeliest = logits.argmax(-1)
+            likeliest = require_finite(logits).argmax(-1)
             for question, hit in zip(
                 part, (likeliest == batch.outputs).all(-1).tolist(), strict=True
             ):

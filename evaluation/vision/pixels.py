@@ -12,6 +12,7 @@ from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spaced
 from evaluation.work_sharding import evaluating, inference
 from vlp.data.labelled_images import LabelledImages, open_labelled
+from vlp.precision import require_finite
 from vlp.tasks.pixels.data import pixel_values
 from vlp.tasks.pixels.task import Pixels
 
@@ -34,7 +35,7 @@ def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
             inputs = pixel_block.to(device, non_blocking=True).long()
             with inference(device, options.precision or "float32"):
                 batch_nats = task.model.nats(inputs)
-            nats += batch_nats.double().sum((0, 1, 2)).cpu()
+            nats += require_finite(batch_nats.double().sum((0, 1, 2))).cpu()
     pixels = len(indices) * size**2
     figures = {"bits_per_dim": float(nats.sum()) / (math.log(2) * (len(COLOURS) * pixels))}
     for colour, channel_nats in zip(COLOURS, nats.tolist(), strict=True):

@@ -104,7 +104,7 @@ def test_the_best_classes_are_scored_again(loaded, shards, by):
 def test_reordered_scores_keep_the_rest_behind():
     scores = np.array([[0.9, 0.1, 0.5, 0.4], [0.2, 0.3, 0.1, 0.0]])
     near = np.array([[0, 2], [1, 0]])
-    found = rerank_scores(scores, near, np.array([[-7.0, 3.0], [np.nan, 1.0]]))
+    found = rerank_scores(scores, near, np.array([[-7.0, 3.0], [-9.0, 1.0]]))
     assert np.argsort(-found, axis=1).tolist() == [[2, 0, 3, 1], [0, 1, 2, 3]]
 
 
@@ -135,6 +135,15 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
         evaluate_zeroshot(loaded, [shards], PROMPTS, label_field="nothing")
     with pytest.raises(EvaluationError, match="cannot be negative"):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
+
+
+def test_classes_that_are_equal_once_they_are_cut_are_counted(loaded, shards):
+    names = ("red", "green", "blue", *(f"{'a ' * 30}{end}" for end in ("circle", "square")))
+    result = evaluate_zeroshot(loaded, [shards], Prompts(names, names, ("{}",)))
+    assert result.notes[1:3] == (
+        "2 of 5 prompts are truncated to max_tokens.",
+        "1 classes have the tokens of an earlier class and are never predicted.",
+    )
 
 
 def test_names_and_prompts_are_read_from_files(tmp_path):

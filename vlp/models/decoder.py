@@ -23,7 +23,7 @@ from vlp.models.pretrained.load import (
 )
 from vlp.models.pretrained.published import read_bert
 from vlp.models.vlp import REFERENCE_WIDTH, VLPModel
-from vlp.precision import at_least_float32
+from vlp.precision import at_least_float32, require_finite
 
 
 class AnswerDecoderConfig(Config):
@@ -306,6 +306,8 @@ def beam_search(
         parent, token = best // vocabulary, best % vocabulary
         ids = torch.cat([ids.take_along_dim(parent[..., None], 1), token[..., None]], -1)
         finished = finished.take_along_dim(parent, 1) | (token == end)
+    # A NaN is the highest score of `topk`, and stays.
+    require_finite(scores.amax(1))
     # The end counts once, its repetitions are padding.
     tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + finished
     best_beam = (scores / ((5 + tokens) / 6) ** penalty).argmax(1)

@@ -147,6 +147,20 @@ def test_samples_of_one_image_are_one_item_with_all_references(caption_task, tmp
     assert separate.counts["items"] == 3
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("caption", {}), ("vqa", {}), ("vqa", {"predict": "generate"}), ("snli_ve", {})],
+)
+def test_logits_that_are_not_finite_are_an_error(task_folders, tmp_path, kind, options):
+    asked = {"hypothesis": "a red circle", "questions": [question(1, "is it red?", {"no": 1})]}
+    shards = write_shards(tmp_path, [(photo(), Annotation(**asked))])
+    task = load_task(task_folders[kind])
+    for parameter in getattr(task, "decoder", task).head.parameters():
+        parameter.data.fill_(np.nan)
+    with pytest.raises(EvaluationError, match="not finite"):
+        evaluate_task(task, [shards], **options)
+
+
 def task_of(kind, tmp_path):
     parts, _ = start_parts(str(tiny_folder(tmp_path / "model")), {})
     return PairClassification(kind.model_validate({"data": {"train": ["unused"]}}), parts)
@@ -196,11 +210,12 @@ def test_bad_samples_are_counted_and_unlabelled_ones_predicted(tmp_path):
         Annotation(hypothesis="a red circle", label="neutral"),
         Annotation(hypothesis="a red circle", label="perhaps"),
         Annotation(hypothesis="a red circle"),
-        Annotation(hypothesis="a blue square", label="entailment"),
+        Annotation(hypothesis="a blue square " * 9, label="entailment"),
     ]
     shards = annotated_shards(tmp_path / "shards", annotations, image)
     task = task_of(SnliVeConfig, tmp_path)
     result = evaluate_task(task, [shards])
+    assert "1 of 3 texts are truncated to max_tokens." in result.notes
     assert result.skipped == {"unknown label": 1}
     assert result.counts["items"] == 3
     assert "contradiction" not in result.figures

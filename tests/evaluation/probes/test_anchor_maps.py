@@ -174,5 +174,5 @@ def test_a_text_longer_than_the_model_takes_is_cut_with_a_warning(model_folder, 
     (fits,) = anchor_details(loaded, [read_pair(photo, " ".join(["circle"] * 22))])
     assert not caplog.messages
     (cut,) = anchor_details(loaded, [read_pair(photo, " ".join(["circle"] * 23))])
-    assert caplog.messages == ["the text has 23 word pieces, the model reads the first 22"]
+    assert caplog.messages == ["the text is longer than max_tokens: the model reads its beginning"]
     assert fits.words == cut.words == ["circle"] * 22

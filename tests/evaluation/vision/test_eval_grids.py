@@ -3,10 +3,10 @@ import pytest
 import torch
 
 from evaluation.options import EvalOptions
-from evaluation.samples import EvaluationError
 from evaluation.vision import grids as evaluation_grids
 from evaluation.vision.grids import evaluate
 from vlp.config import ConfigError
+from vlp.precision import NotFiniteError
 from vlp.tasks.grids.arc import RULES, held_out_variants
 from vlp.tasks.grids.data import CORNER, open_grids, to_tokens
 from vlp.tasks.grids.model import GridTransformer
@@ -66,7 +66,7 @@ def test_right_answers_are_counted_task_by_task(archive):
     figures = evaluate(evaluated, EvalOptions())
     assert (figures["exact"], figures["exact/74dd1130"], figures["exact/25ff71a9"]) == (50, 0, 100)
     evaluated.model.forward = lambda question, outputs: torch.full((*outputs.shape, 14), torch.nan)
-    with pytest.raises(EvaluationError, match="not finite"):
+    with pytest.raises(NotFiniteError):
         evaluate(evaluated, EvalOptions())
 
 

@@ -81,9 +81,6 @@ def test_a_image_of_panels_is_read_as_images_side_by_side(folder, tmp_path):
     assert torch.equal(batch.pixels[0], torch.stack([task.prepare.evaluate(one) for one in shown]))
     assert task.tags.shape[0] == 3
     assert task.logits(batch).shape == (4, 2)
-    torch.nn.init.constant_(task.head[2].bias, torch.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        task.predict(batch)
 
 
 def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
@@ -91,7 +88,7 @@ def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
     images = [encode_png(render(sample_scene(0, number, image_size=16))) for number in range(9)]
     with ShardWriter(shards) as writer:
         for number, image in enumerate(images):
-            said = Annotation(caption=f"number {number}", source="test", image_id=str(number))
+            said = Annotation(caption=f"number {number % 8}", source="test", image_id=str(number))
             writer.write(f"{number}", image, "png", said)
     task, _ = built(settings(Nlvr2AssignmentConfig, shards), folder)
     pairs = task.dataset([shards])
@@ -100,7 +97,8 @@ def test_assignment_puts_the_caption_with_its_image(folder, tmp_path):
     for number in range(9):
         claim = pairs.make(pairs.items.read(number), number)
         shown = [next(k for k in range(9) if torch.equal(own[k], p)) for p in claim.pixels]
-        assert shown[0] != shown[1]
+        # 0 and 8 have the same caption: neither is another image for it.
+        assert shown[0] % 8 != shown[1] % 8
         assert (shown.index(number) if number in shown else 2) == claim.label
         places.append(claim.label)
     assert set(places) == {0, 1, 2}

@@ -72,14 +72,6 @@ def test_a_batch_holds_all_answers_with_their_shares(shards):
     assert batch.valid.tolist() == [True, True]
 
 
-def test_questions_of_a_test_set_have_no_answers(tmp_path):
-    annotation = Annotation(questions=[question(1, "is it red?", {})])
-    own = questions(write_shards(tmp_path, [(photo(), annotation)]))
-    batch = own.collate([made(own, 0)])
-    assert batch.answer_ids.shape[0] == 0
-    assert batch.valid.tolist() == [True]
-
-
 def test_answers_are_cut(tmp_path):
     annotation = Annotation(questions=[question(1, "is it?", {"a plain green image": 1})])
     own = questions(write_shards(tmp_path, [(photo(), annotation)]), max_answer=4)

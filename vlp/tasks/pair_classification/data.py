@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, decode_images, panels
-from vlp.data.schema import Annotation, captions_of
+from vlp.data.schema import Annotation, captions_of, normalised_caption
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
 from vlp.data.stream.batch import to_device
@@ -49,6 +49,7 @@ class PairExample(NamedTuple):
 
     # (images, 3, size, size) float32
     pixels: Tensor
+    text: str
     # Of one row.
     tokens: TextTokens
     # Class; None without a label.
@@ -100,7 +101,8 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
         text, label = self.labels.read(item.raw.annotation, item.where)
         images = decode_images(item.raw, self.images)
         parts = [panel for image in images for panel in panels(image, self.panel_count)]
-        return PairExample(self.prepare(parts, text, number, rng_for), self.text([text]), label)
+        pixels = self.prepare(parts, text, number, rng_for)
+        return PairExample(pixels, text, self.text([text]), label)
 
     def require_truth(self, example: PairExample, item: Item) -> None:
         """Require a label."""
@@ -111,7 +113,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
         """Make grey images with an empty text."""
         size = self.prepare.evaluate.image_size
         pixels = torch.zeros(self.images * self.panel_count, 3, size, size)
-        return PairExample(pixels, self.text([""]), 0)
+        return PairExample(pixels, "", self.text([""]), 0)
 
     def batch(
         self, examples: list[PairExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
@@ -144,24 +146,25 @@ class AssignmentDataset(PairDataset):
         label = int(rng.integers(3))
         others: list[Item] = []
         for _ in range(2 if label == NEITHER else 1):
-            others.append(self._other([item, *others], rng))
+            others.append(self._other([item, *others], text, rng))
         # NEITHER: two others come before `item`, which is left out.
         pair = [item, *others] if label == FIRST else [*others, item][:2]
         images = [decode_images(member.raw, 1)[0] for member in pair]
-        return PairExample(self.prepare(images, text, number, rng_for), self.text([text]), label)
+        pixels = self.prepare(images, text, number, rng_for)
+        return PairExample(pixels, text, self.text([text]), label)
 
-    def _other(self, items: list[Item], rng: np.random.Generator) -> Item:
-        """Draw a sample with another image than all `items`, as far as annotations tell."""
-        images = [_image_identity(item) for item in items]
+    def _other(self, items: list[Item], text: str, rng: np.random.Generator) -> Item:
+        """Draw a sample with another image than all `items`, and without `text` as a caption."""
+        images = {name for item in items for name in _image_names(item)}
+        caption = normalised_caption(text)
         for _ in range(8):
             other = self.items.read(int(rng.integers(len(self.items))))
-            if _image_identity(other) not in images:
+            captions = map(normalised_caption, captions_of(other.raw.annotation))
+            if images.isdisjoint(_image_names(other)) and caption not in captions:
                 return other
         raise BadSample("no other image", f"{items[0].where}: 8 draws found no other image")
 
 
-def _image_identity(item: Item) -> tuple[str | None, str]:
-    annotation = item.raw.annotation
-    if annotation.image_id is None:
-        return None, item.where
-    return annotation.source, annotation.image_id
+def _image_names(item: Item) -> tuple[str, str]:
+    """Return the annotated name of an image, and its hash: images with either in common are one."""
+    return item.raw.image_name, item.raw.image_digest

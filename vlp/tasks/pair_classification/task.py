@@ -19,7 +19,7 @@ from vlp.data.shards.shard_reader import Items
 from vlp.data.stream.loader import OrderedData
 from vlp.models.folder import Loaded
 from vlp.objectives.loss import Loss
-from vlp.precision import full_precision
+from vlp.precision import full_precision, require_finite
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import SCORES
 from vlp.tasks.pair_classification.data import (
@@ -152,10 +152,8 @@ class PairClassification(Distilled):
 
     @torch.no_grad()
     def predict(self, batch: PairBatch) -> list[str]:
-        """Return the likeliest class of each sample; ValueError for logits that are not finite."""
-        logits = self.logits(batch).float()
-        if not logits.isfinite().all():  # `argmax` of NaN would be a class
-            raise ValueError("the model gives logits that are not finite: try --precision float32")
+        """Return the likeliest class of each sample."""
+        logits = require_finite(self.logits(batch).float())
         return [self.config.classes[index] for index in logits.argmax(-1).tolist()]
 
 

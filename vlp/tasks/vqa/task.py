@@ -30,6 +30,7 @@ from vlp.models.decoder import (
 from vlp.models.folder import Loaded
 from vlp.models.vlp import broadcast_pairs
 from vlp.objectives.loss import Loss
+from vlp.precision import require_finite
 from vlp.tasks.downstream.registry import DownstreamTask, TaskCard, register_task
 from vlp.tasks.downstream.task import SCORES, WritingTask
 from vlp.tasks.task import Precision, StepOutput
@@ -158,7 +159,9 @@ class Vqa(Distilled, WritingTask):
         """Answer each row of `remember`; `how` replaces the configuration's `predict`."""
         config = self.config
         if (how or config.predict) == "rank":
-            return [self.answers[index] for index in self.ranking()(memory).best.tolist()]
+            ranked = self.ranking()(memory)
+            require_finite(ranked.log_probability)
+            return [self.answers[index] for index in ranked.best.tolist()]
         return [self._as_listed(text) for text in self.write_texts(memory, config.beams)]
 
     def ranking(self) -> AnswerRanking:
