@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +77,6 @@ def train(
     Raises CheckpointError if a checkpoint or model cannot be written or resumed with this data, and
     NonFiniteError.
     """
-    training = config.training
     is_main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
     checkpoint = checkpoints.load(engine, task) if resume else None
@@ -86,32 +86,26 @@ def train(
             folder.require_no_progress(str(checkpoints))
     finished_at = distributed.from_rank_0(folder.finished_at())
     progress = checkpoint or Progress()
+    step, looked = progress.step, progress.looked
     total = total_steps(config, data, progress)
     if checkpoint:
-        progress.resumed.append(progress.step)
+        progress.resumed.append(step)
     devices = distributed.gather_to_all((socket.gethostname(), device_name(engine.device)))
     if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
         # First of all files: without `run.json` a folder is not recognised as a run's.
-        record_start(folder, progress.step, total, training.seed, devices, data.fingerprint)
+        record_start(folder, step, total, config.training.seed, devices, data.fingerprint)
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
-    saved = (progress.step, progress.looked) if checkpoint else None
-    record: dict[str, Any] = {}
+    main_folder, trackers = (folder, config.training.trackers) if is_main else (None, ())
+    trainer: _Trainer | None = None
     ended = "failed"
-
     try:
         with (
             nullcontext(signals) if signals else StopSignals() as stop,
             RunLog(
-                folder if is_main else None,
-                progress.step,
-                total,
-                open_trackers(training.trackers, folder, progress.step, progress.looked)
-                if is_main
-                else None,
-                progress.looked,
+                main_folder, step, total, open_trackers(trackers, folder, step, looked), looked
             ) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
             closing(checkpoints),
@@ -119,105 +113,29 @@ def train(
         ):
             if resume and not checkpoint:
                 log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
-            _log_schedule(config, log, progress.step, total)
-            meter, collapse_monitor, record = Meter(progress), CollapseWatch(), log.last
-            stop_consensus = StopConsensus(stop, engine.device)
-            copies = CopyStream(engine.device)
-            # A GPU's outcomes are read with the next log line or checkpoint, so that steps never
-            # wait for the device.
-            pending: list[Outcome] = []
-
-            def flush_pending() -> None:
-                """Record the outcomes of pending steps."""
-                for outcome in copy_to_cpu(pending):
-                    if outcome.update.applied:
-                        progress.non_finite_row = 0
-                        meter.add_step(outcome.outputs, outcome.update)
-                    else:
-                        _count_non_finite(progress, outcome, log)
-                pending.clear()
-
-            def save() -> tuple[int, int]:
-                watchdog.enter("save")
-                flush_pending()
-                meter.reduce_counts()
-                with stop.suspend_deadline():
-                    checkpoints.save(engine, task, progress, wait=False)
-                return progress.step, progress.looked
-
-            def validate_if_due() -> bool:
-                """Validate if due; return whether all steps are done or patience is exhausted."""
-                if best is None:
-                    return progress.step >= total
-                if best.due(progress, total):
-                    start = time.perf_counter()
-                    watchdog.enter("validate")
-                    with stop.suspend_deadline():
-                        metrics, better = best.validate(progress, engine.parameters)
-                        log.write_validation(progress.step, metrics)
-                        if better:
-                            checkpoints.wait()
-                            _save_model(task, engine, folder.best)
-                    meter.exclude(time.perf_counter() - start)
-                return progress.step >= total or best.exhausted(progress)
-
-            # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
-            while not (is_done := validate_if_due()) and not stop_consensus.should_stop():
-                rate = _learning_rate(config, progress.step, total)
-                # A forward pass changes buffers (batch norms), which a skipped step restores.
-                buffers = {name: b.clone() for name, b in engine.module.named_buffers()}
-                outputs = []
-                for part in range(training.gradient_accumulation_steps):
-                    watchdog.enter("data")
-                    start = time.perf_counter()
-                    batch, progress.samples = next(batches)
-                    meter.add_batch(batch, time.perf_counter() - start)
-                    watchdog.enter("forward")
-                    # Makes dropout reproducible on resume and different on each rank.
-                    position = progress.step, part, engine.rank
-                    torch.manual_seed(stable_hash("dropout", training.seed, *position))
-                    outputs.append(_micro_step(engine, copies, batch, progress.step, watchdog))
-                watchdog.enter("update")
-                update = engine.step(rate)
-                progress.step += 1
-                watchdog.step = progress.step
-                pending.append(Outcome(progress.step, outputs, update))
-                # A step that is not finite on some rank is skipped on all: weights, optimiser state
-                # and buffers keep their values, and the next step has the next batch.
-                # A tensor is a flag on the device, which is not read yet.
-                if isinstance(update.applied, Tensor):
-                    _restore(engine.module, buffers, update.applied)
-                    task.after_step(engine.parameters, update.applied)
-                elif update.applied:
-                    task.after_step(engine.parameters)
-                    flush_pending()
-                else:
-                    _restore(engine.module, buffers)
-                    task.after_skip()
-                    flush_pending()
-                log.advance()
-                watchdog.enter("log")
-
-                if progress.step % training.log_every == 0 or progress.step == total:
-                    flush_pending()
-                    record = _log_record(meter, progress, rate, data)
-                    log.write(record)
-                    if is_main:
-                        collapse_monitor.check(progress.step, _feature_statistics(record))
-                # Checkpoint before validating, so that a failing validation loses no training.
-                if progress.step % training.checkpoint_every == 0 or progress.step == total:
-                    saved = save()
-            stop.disable_deadline()
-            watchdog.enter("save")
-            if saved != (progress.step, progress.looked):
-                save()
-            checkpoints.wait()
-            if not is_done:
+            _log_schedule(config, log, step, total)
+            saved = (step, looked) if checkpoint else None
+            trainer = _Trainer(
+                config,
+                task,
+                data,
+                engine,
+                folder,
+                best,
+                checkpoints,
+                progress,
+                total,
+                stop,
+                log,
+                watchdog,
+                saved,
+            )
+            if not trainer.run(batches):
                 ended = "stopped"
                 reason = stop.reason or "a stop request on another rank"
                 log.info(f"stopped by {reason} after step {progress.step}; continue with --resume")
             else:
-                if checkpoint and finished_at == progress.resumed[-1] == progress.step:
+                if checkpoint and finished_at == step == progress.step:
                     log.info(f"{folder.model} is already from this step; left unchanged")
                 else:
                     _save_model(task, engine, folder.model)
@@ -229,8 +147,152 @@ def train(
         ended = "paused"
         raise
     finally:
-        report = write_report(folder if is_main else None, ended, progress, record, engine, total)
+        record = trainer.record if trainer else {}
+        report = write_report(main_folder, ended, progress, record, engine, total)
     return report
+
+
+@dataclass
+class _Trainer:
+    """A running training: its parts, and what its steps update.
+
+    saved: optimiser step and last validated step of the newest checkpoint.
+    """
+
+    config: RunConfig
+    task: Task
+    data: StreamedData
+    engine: Engine
+    folder: RunFolder
+    best: BestCheckpoint | None
+    checkpoints: Checkpoints
+    progress: Progress
+    total: int
+    stop: StopSignals
+    log: RunLog
+    watchdog: Watchdog
+    saved: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        self.meter, self.collapse_monitor = Meter(self.progress), CollapseWatch()
+        self.copies = CopyStream(self.engine.device)
+        self.record = self.log.last
+        # A GPU's outcomes are read with the next log line or checkpoint, so that steps never wait
+        # for the device.
+        self.pending: list[Outcome] = []
+
+    def run(self, batches: Iterator[tuple[Slots, int]]) -> bool:
+        """Train and save a checkpoint; return False if the run was stopped before its end."""
+        training, progress = self.config.training, self.progress
+        consensus = StopConsensus(self.stop, self.engine.device)
+        # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
+        while not (is_done := self.validate_if_due()) and not consensus.should_stop():
+            rate = _learning_rate(self.config, progress.step, self.total)
+            # A forward pass changes buffers (batch norms), which a skipped step restores.
+            buffers = {name: b.clone() for name, b in self.engine.module.named_buffers()}
+            parts = range(training.gradient_accumulation_steps)
+            self.update([self.micro_step(batches, part) for part in parts], rate, buffers)
+            is_last = progress.step == self.total
+            if is_last or progress.step % training.log_every == 0:
+                self.write_log(rate)
+            # Checkpoint before validating, so that a failing validation loses no training.
+            if is_last or progress.step % training.checkpoint_every == 0:
+                self.save()
+        self.stop.disable_deadline()
+        self.watchdog.enter("save")
+        if self.saved != (progress.step, progress.looked):
+            self.save()
+        self.checkpoints.wait()
+        return is_done
+
+    def micro_step(self, batches: Iterator[tuple[Slots, int]], part: int) -> StepOutput:
+        """Run the forward and backward pass of the next batch; return detached outputs."""
+        progress = self.progress
+        self.watchdog.enter("data")
+        start = time.perf_counter()
+        batch, progress.samples = next(batches)
+        self.meter.add_batch(batch, time.perf_counter() - start)
+        self.watchdog.enter("forward")
+        # Makes dropout reproducible on resume and different on each rank.
+        position = progress.step, part, self.engine.rank
+        torch.manual_seed(stable_hash("dropout", self.config.training.seed, *position))
+        output = self.engine.forward(self.copies.move(batch), progress.step)
+        self.watchdog.enter("backward")
+        self.engine.backward(nan_if_non_finite(output.loss))
+        return StepOutput(
+            output.loss.detach(),
+            {name: value.detach() for name, value in output.losses.items()},
+            {name: value.detach() for name, value in output.statistics.items()},
+        )
+
+    def update(self, outputs: list[StepOutput], rate: float, buffers: dict[str, Tensor]) -> None:
+        """Make the optimiser step; `outputs` are those of its micro-steps.
+
+        A step that is not finite on some rank is skipped on all: weights, optimiser state and
+        buffers keep their values, and the next step has the next batch.
+        """
+        self.watchdog.enter("update")
+        update = self.engine.step(rate)
+        self.progress.step += 1
+        self.watchdog.step = self.progress.step
+        self.pending.append(Outcome(self.progress.step, outputs, update))
+        # A tensor is a flag on the device, which is not read yet.
+        if isinstance(update.applied, Tensor):
+            _restore(self.engine.module, buffers, update.applied)
+            self.task.after_step(self.engine.parameters, update.applied)
+        elif update.applied:
+            self.task.after_step(self.engine.parameters)
+            self.flush_pending()
+        else:
+            _restore(self.engine.module, buffers)
+            self.task.after_skip()
+            self.flush_pending()
+        self.log.advance()
+        self.watchdog.enter("log")
+
+    def flush_pending(self) -> None:
+        """Record the outcomes of pending steps."""
+        for outcome in copy_to_cpu(self.pending):
+            if outcome.update.applied:
+                self.progress.non_finite_row = 0
+                self.meter.add_step(outcome.outputs, outcome.update)
+            else:
+                _count_non_finite(self.progress, outcome, self.log)
+        self.pending.clear()
+
+    def write_log(self, rate: float) -> None:
+        """Log the means since the last log line."""
+        self.flush_pending()
+        self.record = _log_record(self.meter, self.progress, rate, self.data)
+        self.log.write(self.record)
+        if self.engine.rank == 0:
+            self.collapse_monitor.check(self.progress.step, _feature_statistics(self.record))
+
+    def save(self) -> None:
+        """Save a checkpoint, which a thread writes."""
+        self.watchdog.enter("save")
+        self.flush_pending()
+        self.meter.reduce_counts()
+        with self.stop.suspend_deadline():
+            self.checkpoints.save(self.engine, self.task, self.progress, wait=False)
+        self.saved = self.progress.step, self.progress.looked
+
+    def validate_if_due(self) -> bool:
+        """Validate if due; return whether all steps are done or patience is exhausted."""
+        progress, best = self.progress, self.best
+        if best is None:
+            return progress.step >= self.total
+        if best.due(progress, self.total):
+            start = time.perf_counter()
+            self.watchdog.enter("validate")
+            with self.stop.suspend_deadline():
+                metrics, better = best.validate(progress, self.engine.parameters)
+                self.log.write_validation(progress.step, metrics)
+                if better:
+                    self.checkpoints.wait()
+                    _save_model(self.task, self.engine, self.folder.best)
+            self.meter.exclude(time.perf_counter() - start)
+        return progress.step >= self.total or best.exhausted(progress)
 
 
 def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
@@ -270,20 +332,6 @@ def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None
         if "learning_rate" in log.last:
             previous = f"; it was {log.last['learning_rate']:.4g} at step {log.last['step']}"
         log.info(f"resumed at step {step} of {total} with learning rate {rate:.4g}{previous}")
-
-
-def _micro_step(
-    engine: Engine, copies: CopyStream, batch: Slots, step: int, watchdog: Watchdog
-) -> StepOutput:
-    """Run the forward and backward pass of a batch; return detached outputs."""
-    output = engine.forward(copies.move(batch), step)
-    watchdog.enter("backward")
-    engine.backward(nan_if_non_finite(output.loss))
-    return StepOutput(
-        output.loss.detach(),
-        {name: value.detach() for name, value in output.losses.items()},
-        {name: value.detach() for name, value in output.statistics.items()},
-    )
 
 
 def nan_if_non_finite(loss: Tensor) -> Tensor:
