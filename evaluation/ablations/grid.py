@@ -215,7 +215,7 @@ def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path},
+            env={"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path},
             stdout=file,
             stderr=subprocess.STDOUT,
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),

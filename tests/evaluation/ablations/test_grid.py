@@ -14,6 +14,7 @@ import yaml
 from tests_support import dark_and_light
 
 from data_tools.executor import Executor
+from evaluation.ablations import grid
 from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.grid import RESULT, VLP, Run, check, do_runs, plan, results, run_ablation
 from evaluation.ablations.tables import report, to_frame
@@ -119,6 +120,8 @@ def test_runs_have_the_threads_of_the_outer_openmp_level(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     do_runs([Run("none/0", tmp_path, [])], 1, lambda folder, threads: {"threads": threads})
     assert json.loads((tmp_path / RESULT).read_text()) == {"threads": 4}
+    grid.run_with_log(["sh", "-c", "echo $OMP_NUM_THREADS"], tmp_path / "log", 4)
+    assert (tmp_path / "log").read_text() == "4,2\n"
 
 
 @pytest.mark.nightly
