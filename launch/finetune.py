@@ -125,9 +125,9 @@ def build_validation(
     trial_limit = _TRIAL_SAMPLES if limit is None else min(limit, _TRIAL_SAMPLES)
     try:
         try:
-            best.require(validate(limit=trial_limit))
+            best.require_metric(validate(limit=trial_limit))
         except (ConfigError, EvaluationError):
-            best.require(validate())  # the first samples may lack annotations
+            best.require_metric(validate())  # the first samples may lack annotations
     except (EvaluationError, CaptionToolError) as error:
         raise ConfigError(f"task.data.validation: {error}") from error
     return best

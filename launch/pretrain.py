@@ -114,7 +114,7 @@ def build_validation(
     every = training.evaluate_every or training.steps_in_epoch(data)
     best = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
     try:
-        best.require(validate(task.state_dict, _TRIAL_SAMPLES, 1))
+        best.require_metric(validate(task.state_dict, _TRIAL_SAMPLES, 1))
     except EvaluationError as error:
         raise ConfigError(f"validation: {error}") from error
     return best

@@ -107,7 +107,7 @@ def test_numbers_of_yaml_1_1_alone_are_text(tmp_path, text):
         ("", ["training.optimiser.learning_rate=.inf"], ["learning_rate'", "finite"]),
         ("inherit: run.yaml\n", [], ["inherits from itself"]),
         ("inherit: missing.yaml\n", [], ["missing.yaml", "cannot read"]),
-        ("inherit: [a, b]\n", [], ["run.yaml", "'inherit' names one file, not ['a', 'b']"]),
+        ("inherit: [a, b]\n", [], ["run.yaml", "name one file as 'inherit', not ['a', 'b']"]),
         (
             "",
             ["data.sources=[{pth: x}]"],

@@ -71,10 +71,17 @@ def test_a_reader_finds_a_whole_folder_while_it_is_written_and_its_writer_killed
 def test_the_former_folder_goes(tmp_path, monkeypatch, can_exchange):
     if not can_exchange:
         monkeypatch.setattr(vlp.io, "_exchange", lambda new, place: False)
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    (disk / "model").mkdir(parents=True)
+    link.symlink_to(disk / "model")
     for number in range(3):
-        write(tmp_path / "model", number)
-        assert (tmp_path / "model" / "a").read_text() == str(number)
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+        (disk / "model.tmp").symlink_to(tmp_path)  # in the way
+        write(link, number)
+        assert (disk / "model" / "a").read_text() == str(number)
+        assert [path.name for path in disk.iterdir()] == ["model"]
+    assert link.is_symlink()
+    with pytest.raises(FileExistsError):
+        write(disk / "model" / "a", 4)
 
 
 def test_a_folder_that_was_put_aside_comes_back(tmp_path, monkeypatch):

@@ -52,6 +52,8 @@ def test_one_owner_who_is_named_and_leaves_nothing(tmp_path):
             assert f"process {os.getpid()} " in str(refused.value)
             assert lock.is_lock(lock_file(folder))
     assert not folder.exists(), "it was made for the lock alone"
+    with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"):
+        FolderLock(folder / ("a" * 300))
     with FolderLock(folder):
         (folder / "shard").touch()
     assert [path.name for path in folder.iterdir()] == ["shard"]

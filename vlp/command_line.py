@@ -84,6 +84,7 @@ def run_app(
 
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
+    _open_standard_streams()
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
         code = group.main(
@@ -93,6 +94,17 @@ def run_app(
         print(f"error: {_message(error)}", file=sys.stderr)
         return 2
     return int(code or 0)
+
+
+def _open_standard_streams() -> None:
+    """Open closed standard streams on the null device, as some daemons start without any."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file would get the number, and messages as its content
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 class Command(TyperCommand):

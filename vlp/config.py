@@ -57,18 +57,18 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 class Choice:
     """Annotation of a field: a discriminated union of classes that may be registered later.
 
-    In `Annotated[Base, Choice("kind", names, select)]` the value's key `kind` is one of `names()`,
-    and `select(name)` returns its configuration class, or raises ValueError for an unknown name.
+    In `Annotated[Base, Choice("kind", names, get_class)]` the value's key `kind` is one of
+    `names()`, and `get_class(name)` returns its class, or raises ValueError for an unknown name.
     """
 
     def __init__(
-        self, key: str, names: Callable[[], Iterable[str]], select: Callable[[str], type[Config]]
+        self, key: str, names: Callable[[], Iterable[str]], get_class: Callable[[str], type[Config]]
     ) -> None:
-        self._key, self._names, self._select = key, names, select
+        self._key, self._names, self._get_class = key, names, get_class
 
     def classes(self) -> Iterator[type[Config]]:
         """Yield the class of every name."""
-        return map(self._select, self._names())
+        return map(self._get_class, self._names())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._validate)
@@ -79,7 +79,7 @@ class Choice:
         name = value.get(self._key) if isinstance(value, Mapping) else None
         if not isinstance(name, str):
             raise ValueError(f"set `{self._key}` to one of {', '.join(self._names())}")
-        return self._select(name).model_validate(value)
+        return self._get_class(name).model_validate(value)
 
 
 PLUGINS = "VLP_PLUGINS"  # environment variable, inherited by child processes
@@ -95,10 +95,12 @@ def plugin_of(definition: Any) -> str | None:
 def require_plugins(plugins: Any, names: Container[str], kind: str, folder: str | Path) -> None:
     """Require that the plugins of a model folder are imported already; never import them.
 
-    plugins: the folder's unchecked `{name: module}`; names: all that are registered now; kind: of
-    the names, such as "encoding".
+    Args:
+        plugins: `{name: module}` from the folder, unchecked.
+        names: names that are registered in this process.
+        kind: what a name stands for, such as "encoding".
     """
-    modules = plugins if isinstance(plugins, dict) else {"": None}  # None: refused below
+    modules = plugins if isinstance(plugins, dict) else {"": None}  # refused below
     for name, module in modules.items():
         if not (isinstance(module, str) and re.fullmatch(r"\w+(\.\w+)*", module)):
             raise ConfigError(f"{folder}: plugins name a module for each {kind}, not {plugins!r}")
@@ -115,16 +117,17 @@ def load_plugins(plugins: Iterable[str] = ()) -> None:
 
     Plugins of `VLP_PLUGINS` are imported, too; `plugins` are added to it for child processes.
     """
-    plugin_paths = [path for path in os.environ.get(PLUGINS, "").split(os.pathsep) if path]
-    for plugin in (*plugin_paths, *plugins):
-        path = str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin
-        _import_plugin(path)
-        if path not in plugin_paths:
-            plugin_paths.append(path)
-            os.environ[PLUGINS] = os.pathsep.join(plugin_paths)
+    variable = [plugin for plugin in os.environ.get(PLUGINS, "").split(os.pathsep) if plugin]
+    for plugin in (*variable, *plugins):
+        plugin = str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin
+        _import_plugin(plugin)
+        if plugin not in variable:
+            variable.append(plugin)
+            os.environ[PLUGINS] = os.pathsep.join(variable)
 
 
 def _import_plugin(plugin: str) -> None:
+    # Modules are found in the working directory, too, also by console scripts.
     name, folder = plugin, os.getcwd()
     if is_file := plugin.endswith(".py"):
         if not Path(plugin).is_file():
@@ -151,7 +154,7 @@ _NUMBERS = {  # as in YAML 1.2's core schema
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 safe loader with YAML 1.2's numbers; duplicate keys are errors."""
+    """Safe loader of YAML 1.1 with numbers of YAML 1.2 (`1e-4`); duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
@@ -176,22 +179,22 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Loader.add_constructor(_INT, _Loader.construct_yaml_int)
-for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = {
-        start: [(tag, pattern) for tag, pattern in pairs if tag not in _NUMBERS]
-        for start, pairs in _kind.yaml_implicit_resolvers.items()
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {
+        first_character: [(tag, pattern) for tag, pattern in resolvers if tag not in _NUMBERS]
+        for first_character, resolvers in _class.yaml_implicit_resolvers.items()
     }
     for _tag, _pattern in _NUMBERS.items():
-        _kind.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
+        _class.add_implicit_resolver(_tag, _pattern, [*"-+.0123456789"])
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML with numbers such as `1e-4`; raises yaml.YAMLError, also for a duplicate key."""
+    """Parse YAML by `_Loader`; yaml.YAMLError for any invalid text."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError:
         raise
-    except Exception as error:  # unhashable keys, impossible dates, nesting too deep
+    except Exception as error:  # PyYAML's own, such as for dates, unhashable keys, deep nesting
         raise yaml.YAMLError(str(error) or type(error).__name__) from error
 
 
@@ -227,15 +230,16 @@ _SYNONYMS = {  # key of other packages -> key here
 def explain(
     error: ValidationError, schema: type[Config], origins: Mapping[str, str], path: Path
 ) -> str:
-    """Return the problems of a configuration, a line for each, with the origin of its key."""
+    """Return a line for each problem of a configuration, with the origin of its key."""
     lines = []
     for problem in error.errors():
-        location, fields = _location(problem["loc"], schema)
-        key = ".".join(location)
-        parents = [".".join(location[:n]) for n in range(len(location), 0, -1)]
-        origin = next((origins[parent] for parent in parents if parent in origins), str(path))
+        key_parts, fields = _locate(problem["loc"], schema)
+        key = ".".join(key_parts)
+        # A missing key has the origin of its mapping.
+        levels = [".".join(key_parts[:n]) for n in range(len(key_parts), 0, -1)]
+        origin = next((origins[level] for level in levels if level in origins), str(path))
         if problem["type"] == "extra_forbidden":
-            hint = _nearest(".".join([*fields, location[-1]]), schema)
+            hint = _nearest(".".join([*fields, key_parts[-1]]), schema)
             lines.append(f"{origin}: unknown key '{key}'; {hint}")
         elif problem["type"] == "missing":
             lines.append(f"{origin}: the key '{key}' is required")
@@ -247,7 +251,7 @@ def explain(
 
 
 def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
-    """Return the problem of one value, with the value if it is short."""
+    """Return pydantic's message for a key's value, with the value if it is short."""
     value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("tuple_type", "list_type") and isinstance(value, str | int | float):
         return f"should be a list, as in {key}='[{value}]'"
@@ -256,49 +260,49 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
     return f"{message} (given: {value!r})"
 
 
-def _location(parts: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """Return the parts of the user's key, and its schema fields alone (no indices), at an error.
+def _locate(location: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
+    """Return the parts of the user's key for pydantic's location, and those that are fields.
 
-    `parts` is pydantic's location, which has the kinds of tagged unions in it, too.
+    A location also has the kinds of tagged unions, which no key has; indices are no fields.
     """
     types: list[type[Config]] = [schema]
-    location, field_path = [], []
-    for part in parts:
+    key_parts, field_names = [], []
+    for part in location:
         fields = [config.model_fields[part] for config in types if part in config.model_fields]
         if not fields and len(types) > 1:
-            matching_types = [
+            types_of_kind = [
                 config
                 for config in types
                 if "kind" in config.model_fields and config.model_fields["kind"].default == part
             ]
-            if matching_types:
-                types = matching_types
+            if types_of_kind:
+                types = types_of_kind
                 continue
-        location.append(str(part))
+        key_parts.append(str(part))
         if fields:
             types = [inner for field in fields for inner in _field_types(field)]
-            field_path.append(str(part))
-    return location, field_path
+            field_names.append(str(part))
+    return key_parts, field_names
 
 
-def _nearest(key: str, schema: type[Config]) -> str:
+def _nearest(unknown_key: str, schema: type[Config]) -> str:
+    """Return a hint for an unknown key: a similar one in its mapping, one of its name, or any."""
     # The key itself may be valid for another `kind` of a union.
-    keys = [path for path, _ in schema_fields(schema) if path != key]
-    parent, _, leaf = key.rpartition(".")
-    siblings = [path for path in keys if path.rpartition(".")[0] == parent]
-    matches = difflib.get_close_matches(leaf, [path.rpartition(".")[2] for path in siblings], n=1)
-    if matches:
+    keys = [key for key, _ in schema_fields(schema) if key != unknown_key]
+    parent, _, name = unknown_key.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
+    if matches := difflib.get_close_matches(name, siblings, n=1):
         return f"did you mean '{parent + '.' if parent else ''}{matches[0]}'?"
-    leaf = _SYNONYMS.get(leaf, leaf)
-    same_leaf = [path for path in keys if path.rpartition(".")[2] == leaf]
-    if same_leaf:
-        return f"did you mean '{same_leaf[0]}'?"
-    matches = difflib.get_close_matches(key, keys, n=1, cutoff=0.0)
+    name = _SYNONYMS.get(name, name)
+    namesakes = [key for key in keys if key.rpartition(".")[2] == name]
+    if namesakes:
+        return f"did you mean '{namesakes[0]}'?"
+    matches = difflib.get_close_matches(unknown_key, keys, n=1, cutoff=0.0)
     return f"the nearest valid key is '{matches[0]}'" if matches else "no key is valid here"
 
 
 def schema_fields(schema: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield each field below a configuration class by its dotted key."""
+    """Yield (dotted key, field) of a configuration class, inner configurations included."""
     for name, field in schema.model_fields.items():
         yield f"{prefix}{name}", field
         for inner in _field_types(field):
@@ -311,7 +315,7 @@ def _field_types(field: FieldInfo) -> Iterator[type[Config]]:
 
 
 def _config_types(annotation: Any) -> Iterator[type[Config]]:
-    """Yield the configurations in a type: alone, in a choice, or in a tuple, list or dict."""
+    """Yield the configuration classes in a type, such as those of a union or of a list's items."""
     if isinstance(annotation, Choice):
         yield from annotation.classes()
     if isinstance(annotation, type) and issubclass(annotation, Config):
@@ -331,13 +335,12 @@ def load_config(
 ) -> AnyConfig:
     """Read a configuration file and validate it.
 
-    `inherit: other.yaml` (relative to the file) is merged first, key by key, but a mapping with
-    another `format` is replaced. Overrides `a.b=value` come last, with the value in YAML
-    (`data.sources=[{path: shards}]`, `teacher=null`, `tasks=["5117e062"]`); error messages call
-    them `origin`.
+    The file's keys win over those of `inherit: other.yaml` (relative to the file), and overrides
+    `a.b=value` over both (see `merge`). The value is YAML: `data.sources=[{path: shards}]`,
+    `teacher=null`, `tasks=["5117e062"]`. Error messages call the overrides `origin`.
     """
     values, origins = read_values(path)
-    # Formats first: another format replaces the whole mapping, with keys that are set before it.
+    # Formats first: another format replaces the whole mapping, which other overrides then change.
     for override in sorted(overrides, key=lambda override: ".format=" not in override):
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -346,13 +349,14 @@ def load_config(
             value = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
-        for leaf in (key, *(f"{key}.{inner}" for inner in _dotted_keys(value))):
-            origins[leaf] = origin
+        for inner_key in (key, *(f"{key}.{inner}" for inner in _dotted_keys(value))):
+            origins[inner_key] = origin
         for depth in range(1, key.count(".") + 1):
             origins.setdefault(".".join(key.split(".")[:depth]), origin)
+        update = value
         for part in reversed(key.split(".")):
-            value = {part: value}
-        values = merge(values, value)
+            update = {part: update}
+        values = merge(values, update)
     plugins = values.get("plugins")
     if isinstance(plugins, list) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)  # the schema needs the names that they register
@@ -365,7 +369,7 @@ def validate(
     path: str | Path,
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> AnyConfig:
-    """Return the configuration of values from a file; ConfigError names `path` or `origins`."""
+    """Return the configuration of a file's values; errors name `path`, or the key's origin."""
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -373,12 +377,12 @@ def validate(
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write a resolved configuration, with redacted secrets, as YAML that `load_config` reads."""
+    """Write a configuration with all its keys, and redacted secrets, for `load_config`."""
     write_text(Path(path), dump_yaml(config.model_dump(mode="json")))
 
 
 def config_file(path: str | Path) -> Path:
-    """Return the path of a configuration; a missing `configs/...` is that of the installation."""
+    """Return a configuration's path; a missing `configs/...` is one of the installed package."""
     path = Path(path)
     if path.parts[:1] == ("configs",) and not path.exists():
         installed = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])
@@ -389,9 +393,9 @@ def config_file(path: str | Path) -> Path:
 def read_values(
     path: str | Path, children: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a file merged with what it inherits, and the file of each dotted key.
+    """Return the values of a file and of those it inherits, and the file of each dotted key.
 
-    children: files that inherit this one.
+    children: files that inherit this one; a file that inherits itself is an error.
     """
     path = config_file(path).resolve()
     if path in children:
@@ -409,7 +413,7 @@ def read_values(
         raise ConfigError(f"{path}: a configuration is a mapping of keys, not {values!r}")
     parent = values.pop(INHERIT, None)
     if not isinstance(parent, str | None):
-        raise ConfigError(f"{path}: '{INHERIT}' names one file, not {parent!r}")
+        raise ConfigError(f"{path}: name one file as '{INHERIT}', not {parent!r}")
     origins = dict.fromkeys(_dotted_keys(values), str(path))
     if parent is None:
         return values, origins
@@ -418,7 +422,10 @@ def read_values(
 
 
 def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge mappings recursively; other values, and mappings of another `format`, replace whole."""
+    """Merge mappings recursively; values of `update` win.
+
+    A mapping whose key `format` differs from the base's replaces the base's as a whole.
+    """
     old_format = base.get("format")
     same_format = old_format in (None, update.get("format", old_format))
     result = dict(base) if same_format else {}

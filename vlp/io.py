@@ -241,14 +241,29 @@ def write_json(
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a path at which to make a folder; it replaces `folder` unless the block raises."""
     require_local(folder)
+    folder = Path(os.path.realpath(folder))  # a link keeps naming it
+    if folder.is_file():
+        raise FileExistsError(errno.EEXIST, "it is a file", str(folder))
     partial = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     try:
         yield partial
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove(partial)
         raise
     replace_folder(partial, folder)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its contents, a file or a link, if it exists; ignore errors."""
+    if path.is_dir() and not path.is_symlink():
+        for folder, _, _ in os.walk(path):  # of a write-protected model, for example
+            with suppress(OSError):
+                os.chmod(folder, 0o700)
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
 
 
 def replace_folder(new: Path, target: Path) -> None:
@@ -261,7 +276,7 @@ def replace_folder(new: Path, target: Path) -> None:
             target.rename(former)
         new.rename(target)
     sync_path(target.parent)
-    shutil.rmtree(former, ignore_errors=True)
+    remove(former)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -276,7 +291,7 @@ def restore_folder(folder: Path) -> None:
     """Undo a `replace_folder` that was killed between its renamings, or remove its leftovers."""
     backup = _backup_path(folder)
     if folder.exists():
-        shutil.rmtree(backup, ignore_errors=True)
+        remove(backup)
     elif backup.exists():
         backup.rename(folder)
 

@@ -38,11 +38,12 @@ class FolderLock:
     def __init__(self, folder: Path, prefix: str = PREFIX) -> None:
         self.folder, self._prefix = folder, prefix
         self._path = folder / f"{prefix}{_machine()}"
-        self._is_new_folder = not folder.exists()
+        self._is_new_folder = False
         self._released = threading.Event()
         self._file: IO[bytes] | None = None
         try:
             require_local(folder)
+            self._is_new_folder = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._acquire()
             self._write_owner(self._file)

@@ -32,7 +32,7 @@ from vlp.positions.carry_over import carry_over
 from vlp.positions.zero_start import zero_start
 from vlp.tasks.classification.task import ClassificationConfig
 from vlp.training.config import VisionConfig
-from vlp.training.optimiser import build_adamw, learning_rate, set_learning_rate
+from vlp.training.optimiser import build_adamw, set_learning_rate
 
 BATCH = 50
 # Prefixes of trainable parameters.
@@ -187,16 +187,14 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
         tail, adam.model_copy(update={"lr_multipliers": {**adam.lr_multipliers, **rates}})
     )
     batches = _batches(len(stored.labels["train"]), config)
-    if warning := adam.endless_warmup(len(batches)):
+    if warning := adam.warmup_warning(len(batches)):
         print(warning, file=sys.stderr)
     bf16 = training.precision == "bf16"
     start, cpu_seconds = time.monotonic(), []
     tail.train()
     for step, indices in enumerate(batches):
         cpu_start = time.process_time()
-        total = len(batches)
-        rate = (adam.learning_rate, adam.final_learning_rate, adam.warmup(total))
-        set_learning_rate(optimiser, learning_rate(step, total, *rate))
+        set_learning_rate(optimiser, adam.learning_rate_at(step, len(batches)))
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             logits = tail(stored.by_part["train"][indices])
         loss = functional.cross_entropy(

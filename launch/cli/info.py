@@ -50,10 +50,10 @@ def info(
 def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]:
     """Yield titles and (name, value) rows: summary, last figures, starts, settings."""
     from evaluation.report.sources import read_sources, settings, training_summary
-    from vlp.training.run_folder import read_record
+    from vlp.training.run_folder import read_starts
 
     [source] = read_sources([folder])
-    starts: list[dict[str, Any]] = read_record(folder).get("starts", [])
+    starts: list[dict[str, Any]] = read_starts(folder).get("starts", [])
     steps = [line for line in source.log if "samples" in line]
     owner = owner_of(folder)
     if owner is None:

@@ -52,6 +52,15 @@ def test_help_is_answered_without_pytorch(arguments):
     assert said.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
 
 
+def test_closed_standard_streams_are_the_null_device():
+    code = (
+        "import sys; from vlp.command_line import _open_standard_streams as streams; streams()\n"
+        "assert open('/dev/zero').fileno() > 2 and sys.stdin.read() == '' and print('x') is None"
+    )
+    command = ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$@"', "bash", sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
 def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.orig_argv", ["vlp", "train", "--config", "own.yaml"])
     folder = RunFolder(tmp_path / "run", resume=False)

@@ -93,9 +93,13 @@ def test_a_folder_left_half_written_by_a_kill_is_passed_over(tmp_path):
     save(tmp_path, 1, 2)
     shutil.copytree(tmp_path / "step_2", tmp_path / "step_3.tmp")
     (tmp_path / "step_3.tmp" / "state.json").write_text("{")
+    (tmp_path / "step_4.tmp").symlink_to(tmp_path / "step_1")  # a pruned link to another disk
     progress = load(tmp_path)
     assert progress.step == 2
     assert names(tmp_path) == ["step_1", "step_2"]
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_99")  # it would stay the newest one
+    with pytest.raises(CheckpointError, match=r"it is of step 1\); move step_99 away"):
+        load(tmp_path)
 
 
 def full(path, *rest):

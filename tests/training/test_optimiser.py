@@ -20,8 +20,8 @@ from vlp.tasks.pretraining import Pretraining
 from vlp.training.optimiser import (
     OptimiserConfig,
     build_adamw,
+    cosine_schedule,
     exempt_from_decay,
-    learning_rate,
     lr_multiplier,
     parameter_groups,
     set_learning_rate,
@@ -119,7 +119,7 @@ def test_a_scale_for_nothing_is_refused_and_says_what_there_is(task):
 
 
 def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate():
-    rates = [learning_rate(step, 100, 1e-4, 1e-6, 10) for step in range(100)]
+    rates = [cosine_schedule(step, 100, 1e-4, 1e-6, 10) for step in range(100)]
     assert rates[0] == pytest.approx(1e-5)
     assert rates[9] == rates[10] == pytest.approx(1e-4)
     assert rates[-1] == pytest.approx(1e-6)
@@ -129,8 +129,8 @@ def test_paper_schedule_rises_to_its_peak_and_ends_at_its_final_rate():
 
 
 def test_a_run_of_one_step_moves():
-    assert learning_rate(0, 1, 1.0, 0.0, 0) == 1.0
-    assert learning_rate(0, 1, 1.0, 0.0, 1000) == pytest.approx(1e-3)
+    assert cosine_schedule(0, 1, 1.0, 0.0, 0) == 1.0
+    assert cosine_schedule(0, 1, 1.0, 0.0, 1000) == pytest.approx(1e-3)
 
 
 @given(
@@ -141,7 +141,7 @@ def test_a_run_of_one_step_moves():
 )
 def test_rates_rise_once_then_fall_and_stay_within_bounds(total, warmup, peak, share):
     final = peak * share
-    rates = [learning_rate(step, total, peak, final, warmup) for step in range(total + 5)]
+    rates = [cosine_schedule(step, total, peak, final, warmup) for step in range(total + 5)]
     assert all(0 <= rate <= peak * (1 + 1e-12) for rate in rates)
     turn = min(warmup, len(rates))
     assert all(a < b for a, b in pairwise(rates[:turn]))
@@ -163,5 +163,5 @@ def test_a_rate_never_ends_above_its_peak():
 
 
 def test_warm_up_is_a_share_of_short_runs():
-    assert [OptimiserConfig().warmup(total) for total in (5, 200, 10**6)] == [0, 20, 1000]
-    assert OptimiserConfig(warmup_steps=300).warmup(200) == 300
+    assert [OptimiserConfig().resolve_warmup(total) for total in (5, 200, 10**6)] == [0, 20, 1000]
+    assert OptimiserConfig(warmup_steps=300).resolve_warmup(200) == 300

@@ -35,16 +35,7 @@ def outcome(script, *arguments):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        *(
-            pytest.param(number, marks=pytest.mark.nightly)
-            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-        ),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize(
     ("phase", "told"), [("start", "before its first step"), ("training", "in the midst of a step")]
 )

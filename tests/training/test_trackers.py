@@ -10,7 +10,7 @@ from wandb.proto import wandb_internal_pb2
 from vlp.config import ConfigError
 from vlp.training import log as trackers
 from vlp.training.log import RunLog, open_trackers, require_access, require_trackers
-from vlp.training.run_folder import RunFolder, read_record
+from vlp.training.run_folder import RunFolder, read_starts
 
 
 def two_starts(folder, name):
@@ -28,10 +28,10 @@ def test_wandb_offline_has_a_step_once_after_a_resume_from_an_earlier_one(tmp_pa
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
     two_starts(folder, "wandb")
-    one = read_record(folder.path)["trackers"]["wandb"]
+    one = read_starts(folder.path)["trackers"]["wandb"]
     with RunLog(folder, 1, 3, open_trackers(["wandb"], folder, 1)) as log:
         log.write({"step": 2, "loss/total": 7.0})
-    other = read_record(folder.path)["trackers"]["wandb"]
+    other = read_starts(folder.path)["trackers"]["wandb"]
     for name, losses in ((one, [1.0, 0.5, pytest.approx(1 / 3)]), (other, [1.0, 7.0])):
         found = []
         end = time.monotonic() + 30
@@ -79,7 +79,7 @@ def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run", resume=False)
     folder.path.mkdir()
     two_starts(folder, "mlflow")
-    one = read_record(folder.path)["trackers"]["mlflow"]
+    one = read_starts(folder.path)["trackers"]["mlflow"]
     client = MlflowClient(f"sqlite:///{folder.path / 'mlflow.db'}")
     losses = client.get_metric_history(one, "loss/total")
     assert {metric.step: metric.value for metric in losses} == {1: 1.0, 2: 0.5, 3: 1 / 3}
@@ -97,7 +97,7 @@ def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
     with RunLog(folder, 2, 4, open_trackers(["mlflow"], folder, 2, 1), 1) as log:
         log.write_validation(2, {"text_to_image R@1": 0.2})  # validated again
         log.write({"step": 3, "loss/total": 7.0})
-    other = read_record(folder.path)["trackers"]["mlflow"]
+    other = read_starts(folder.path)["trackers"]["mlflow"]
     losses = client.get_metric_history(other, "loss/total")
     assert [(metric.step, metric.value) for metric in losses] == [(1, 1.0), (2, 0.5), (3, 7.0)]
     [recall] = client.get_metric_history(other, "validation/text_to_image R_1")
@@ -120,7 +120,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path, capsys):
     assert len(folder.log.read_text().splitlines()) == 2
 
 
-def test_what_cannot_be_used_is_said_before_the_training(tmp_path, monkeypatch):
+def test_what_cannot_be_used_is_said_before_the_training(monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"mlflow is not installed: pip install 'vlp\[track\]'"):
         require_trackers(["mlflow"])
@@ -128,28 +128,18 @@ def test_what_cannot_be_used_is_said_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
         require_access(["mlflow"])
-    folder = RunFolder(tmp_path / "run", resume=False)
-    with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
-        open_trackers(["mlflow"], folder, 0)
 
 
-def test_lines_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path):
-    folder = RunFolder(tmp_path, resume=False)
-    whole = [json.dumps({"step": step}) for step in (2, 4, 6, 8)]
-    folder.log.write_text("\n".join([*whole, '{"step": 10, "lo']))
-    with RunLog(folder, step=4, total=8) as log:
-        log.write({"step": 5, "loss/total": 1.0})
-    steps = [json.loads(line)["step"] for line in folder.log.read_text().splitlines()]
-    assert steps == [2, 4, 5]
-
-
-def test_a_validation_that_comes_again_after_a_kill_is_in_the_log_once(tmp_path):
+def test_steps_and_validations_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path):
     folder = RunFolder(tmp_path, resume=False)
     with RunLog(folder, 0, 8) as log:
-        for step in (2, 4):
+        for step in (2, 4, 6):
             log.write({"step": step, "samples": 8 * step})
             log.write_validation(step, {"accuracy": 0.5})
-    with RunLog(folder, 4, 8, last_validation=2) as log:
+    with folder.log.open("a") as file:
+        file.write('{"step": 8, "lo')
+    with RunLog(folder, 4, 8, validated_step=2) as log:
+        assert log.last_record["step"] == 4
         log.write_validation(4, {"accuracy": 0.5})
     lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
     assert [line["step"] for line in lines if "samples" in line] == [2, 4]

@@ -12,13 +12,11 @@ import logging
 import math
 import os
 import re
-import shutil
 import socket
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +30,7 @@ from vlp.config import ConfigError
 from vlp.distributed import broadcast_tensors
 from vlp.io import (
     parse_json,
+    remove,
     replace_folder,
     restore_folder,
     sha256_of,
@@ -63,13 +62,12 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The `checkpoints/` folder of a run; methods are collective, except `close`.
+    """The `checkpoints/` folder of a run, read and written by rank 0.
 
-    fingerprint: hashes of the data's parts by name.
+    Methods are collective, except `close`. fingerprint: hashes of the data's parts by name.
     """
 
-    # Only rank 0 reads and writes the folder. Wrong content marks a checkpoint as damaged, and an
-    # OSError does not, as the file may be readable later.
+    # Wrong content marks a checkpoint as damaged. An OSError does not: the disk may answer later.
 
     def __init__(
         self, folder: Path, config: RunConfig, fingerprint: Mapping[str, str] | None = None
@@ -78,20 +76,24 @@ class Checkpoints:
         self._values = config.model_dump(mode="json")
         self._fingerprint = dict(fingerprint or {})
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: str | None = None
+        # The checkpoint that is being written, and on rank 0 the thread's work.
+        self._unfinished: str | None = None
         self._work: Future[None] | None = None
 
     def __str__(self) -> str:
         return str(self._folder)
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
-        """Write `step_N/` after the previous write ends, then prune to `training.keep_last`."""
+        """Write `step_N/` in a thread, once the previous one is written; then remove old ones.
+
+        `training.keep_last` checkpoints remain. wait: return only when it is written.
+        """
         self.wait()
         name = f"step_{progress.step}"
-        # Training waits for copies of the state; a thread writes them.
+        # Training goes on when the state is copied.
         state = {
             "version": VERSION,
-            "progress": asdict(progress),
+            "progress": _PROGRESS.dump_python(progress, by_alias=True),
             "world_size": distributed.world_size(),
             "config": self._values,
             "data": self._fingerprint,
@@ -99,15 +101,15 @@ class Checkpoints:
         files = engine.snapshot() | {EXTRA: distributed.on_rank_0(task.extra_state())}
         if engine.rank == 0:
             self._work = self._thread.submit(self._write, name, files, state)
-        self._writing = name
+        self._unfinished = name
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; CheckpointError on every rank on failure."""
-        if self._writing is None:
+        if self._unfinished is None:
             return
-        name, self._writing = self._writing, None
+        name, self._unfinished = self._unfinished, None
         error = self._work.exception() if self._work else None
         self._work = None
         if error is not None and not isinstance(error, OSError | ConfigError):
@@ -117,55 +119,56 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(
                 f"cannot write the checkpoint {self._folder / name}: {failure}\n"
-                "Earlier checkpoints are intact: free disk space and start again with --resume."
+                "Earlier checkpoints are intact: free disk space or permit writing, then start "
+                "again with --resume."
             )
 
     def close(self) -> None:
-        """Wait until this rank's thread has ended; log a failure as a warning."""
+        """Wait until this rank's thread ends; a failed write is a warning."""
         self._thread.shutdown()
         if self._work and (error := self._work.exception()) is not None:
-            logger.warning("cannot write the checkpoint %s/%s: %s", self, self._writing, error)
+            logger.warning("cannot write the checkpoint %s/%s: %s", self, self._unfinished, error)
 
     def _write(
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Write a checkpoint and remove older ones; runs in rank 0's thread."""
         # After a kill there is a folder with a temporary name, or the whole checkpoint.
-        partial = self._folder / f"{name}{PARTIAL}"
-        shutil.rmtree(partial, ignore_errors=True)
+        temporary = self._folder / f"{name}{PARTIAL}"
+        remove(temporary)
         try:
-            partial.mkdir(parents=True)
+            temporary.mkdir(parents=True)
             for file, tensors in files.items():
-                write_tensors(partial / file, tensors)
-            _write_text(partial / STATE, json.dumps({**state, "versions": versions()}, indent=1))
-            sums = {path.name: sha256_of(path) for path in partial.iterdir()}
+                write_tensors(temporary / file, tensors)
+            _write_text(temporary / STATE, json.dumps({**state, "versions": versions()}, indent=1))
+            sums = {path.name: sha256_of(path) for path in temporary.iterdir()}
             lines = (f"{digest}  {file}\n" for file, digest in sorted(sums.items()))
-            _write_text(partial / SUMS, "".join(lines))
-            sync_path(partial)
+            _write_text(temporary / SUMS, "".join(lines))
+            sync_path(temporary)
             # A checkpoint of the same step may exist, from before a resume or a validation.
-            replace_folder(partial, self._folder / name)
+            replace_folder(temporary, self._folder / name)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
+            remove(temporary)
             raise
         for old_name in checkpoint_names(self._folder)[self._config.training.keep_last :]:
             # Rename first, as a kill may leave a half-removed folder.
             leftover = self._folder / f"{old_name}{PARTIAL}"
             with suppress(OSError):
                 (self._folder / old_name).rename(leftover)
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove(leftover)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
-        """Load the newest good checkpoint; None if there are no checkpoints.
+        """Load the newest good checkpoint into engine and task; None if there are no checkpoints.
 
         CheckpointError on every rank if all are damaged, the newest is unreadable now, another
         node's disk has a newer one, or configuration or data differ.
         """
-        names, damaged = self._on_rank_0(self._clean_up)
+        names, damaged_names = self._on_rank_0(self._clean_up)
         self._require_newest(names)
         for name in names:
             if self._on_rank_0(partial(self._is_whole, name)):
                 return self._restore(engine, task, name)
-        if names or damaged:
+        if names or damaged_names:
             raise CheckpointError(
                 f"no checkpoint in {self} is whole; to begin anew, choose another `output`"
             )
@@ -173,37 +176,38 @@ class Checkpoints:
 
     def _clean_up(self) -> tuple[list[str], list[str]]:
         """Undo interrupted writes; return names of complete checkpoints and of damaged ones."""
-        for replaced in self._folder.glob(".step_*.replaced"):
-            restore_folder(self._folder / replaced.name[1:].removesuffix(".replaced"))
+        for backup in self._folder.glob(".step_*.replaced"):
+            restore_folder(self._folder / backup.name[1:].removesuffix(".replaced"))
         for leftover in self._folder.glob(f"step_*{PARTIAL}"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove(leftover)
         return checkpoint_names(self._folder), checkpoint_names(self._folder, CORRUPT)
 
     def _require_newest(self, names: Sequence[str]) -> None:
-        """Require that no other rank has a newer checkpoint: rank 0 may be on another node now."""
+        """Require that no rank's disk has a newer checkpoint than `names`, those of rank 0's."""
+        # A start on other nodes may put rank 0 on a node whose disk lacks the last checkpoint.
         newest = max(map(step_of, names), default=-1)
         local_names: list[str] = []
         with suppress(OSError):
             local_names = checkpoint_names(self._folder)
         newer = next((name for name in local_names if step_of(name) > newest), None)
         rank, host = distributed.rank(), socket.gethostname()
-        message = newer and f"rank {rank} ({host}) has {self._folder / newer}"
-        for other in filter(None, distributed.gather_to_all(message)):
+        local_problem = newer and f"rank {rank} ({host}) has {self._folder / newer}"
+        for problem in filter(None, distributed.gather_to_all(local_problem)):
             raise CheckpointError(
-                f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {other}: start "
+                f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {problem}: start "
                 "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
                 "it is of an older run"
             )
 
     def _is_whole(self, name: str) -> bool:
-        """Return whether all files have their checksums; rename a damaged checkpoint."""
+        """Return whether all files have their checksums; rename a damaged one to `.corrupt`."""
         folder, corrupt = self._folder / name, self._folder / f"{name}{CORRUPT}"
         with self._readable(name):
             problem = verify(folder)
         if problem is not None:
             message = "%s is damaged (%s); renamed to %s, trying an older one"
             logger.warning(message, folder, problem, corrupt.name)
-            shutil.rmtree(corrupt, ignore_errors=True)
+            remove(corrupt)
             folder.rename(corrupt)
         return problem is None
 
@@ -237,6 +241,8 @@ class Checkpoints:
             progress = _PROGRESS.validate_python(state["progress"])
             differences = compare(saved, self._values, self._config)
             changed = sorted(dict(data.items() ^ self._fingerprint.items()))
+            if progress.step != step_of(name):  # a copy would remain the newest checkpoint
+                raise ValueError(f"it is of step {progress.step}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
             raise CheckpointError(
@@ -345,13 +351,13 @@ Validate = Callable[[Parameters], Mapping[str, float]]
 
 
 class BestCheckpoint:
-    """Validation at intervals, with the best result so far.
+    """Validation at intervals: decides which model is the best, and when the run ends early.
 
     Args:
-        metric: the metric that decides.
+        metric: name of the metric that decides.
         every: steps between validations; the last step is always validated.
-        patience: validations without a better result before the run ends; None never ends it.
-        data: identity of the validation data; a resumed run forgets the best result on other data.
+        patience: validations in a row without a better result that end the run; None: no end.
+        validation_data: identity of the data; a resumed run forgets the best result on other data.
     """
 
     def __init__(
@@ -360,47 +366,47 @@ class BestCheckpoint:
         metric: str,
         every: int,
         patience: int | None = None,
-        data: str = "",
+        validation_data: str = "",
     ) -> None:
         self._validate, self._metric, self._every = validate, metric, every
-        self._patience, self._data = patience, data
+        self._patience, self._validation_data = patience, validation_data
         self._sign = -1 if metric.startswith("loss/") else 1
 
-    def due(self, progress: Progress, total: int) -> bool:
-        """Return whether a validation is due; `total` are the steps of the run."""
+    def is_due(self, progress: Progress, total_steps: int) -> bool:
+        """Return whether the model is to be validated after `progress.step`."""
         step = progress.step
-        return step > progress.looked and (step % self._every == 0 or step >= total)
+        return step > progress.validated_step and (step % self._every == 0 or step >= total_steps)
 
     def validate(
         self, progress: Progress, parameters: Parameters
     ) -> tuple[Mapping[str, float], bool]:
-        """Validate the model and record the result in `progress`.
+        """Validate the model and update `progress`.
 
-        Return all metrics, and whether the model is the best so far. `parameters` returns full
-        parameters where ranks hold shards.
+        Return all metrics, and whether the model is the best so far.
         """
         with force_eager():
             metrics = self._validate(parameters)
-        self.require(metrics)
+        self.require_metric(metrics)
         value = metrics[self._metric]
         # A resumed run may have another metric or other data.
         if progress.best is not None and progress.metric != self._metric:
-            progress.best, progress.looks_since = progress.best_figures.get(self._metric), 0
-        if progress.best is not None and progress.validation != self._data:
-            progress.best, progress.looks_since = None, 0
-        progress.metric, progress.validation = self._metric, self._data
-        progress.looked = progress.step
-        better = math.isfinite(value) and (
+            progress.best = progress.best_metrics.get(self._metric)
+            progress.validations_since_best = 0
+        if progress.best is not None and progress.validation_data != self._validation_data:
+            progress.best, progress.validations_since_best = None, 0
+        progress.metric, progress.validation_data = self._metric, self._validation_data
+        progress.validated_step = progress.step
+        is_best = math.isfinite(value) and (
             progress.best is None or self._sign * value > self._sign * progress.best
         )
-        if better:
+        if is_best:
             progress.best, progress.best_step = value, progress.step
-            progress.best_figures, progress.looks_since = dict(metrics), 0
+            progress.best_metrics, progress.validations_since_best = dict(metrics), 0
         else:
-            progress.looks_since += 1
-        return metrics, better
+            progress.validations_since_best += 1
+        return metrics, is_best
 
-    def require(self, metrics: Collection[str]) -> None:
+    def require_metric(self, metrics: Collection[str]) -> None:
         """Require that the deciding metric is among `metrics`."""
         if self._metric not in metrics:
             raise ConfigError(
@@ -408,8 +414,8 @@ class BestCheckpoint:
                 f"{', '.join(metrics)}"
             )
 
-    def exhausted(self, progress: Progress) -> bool:
-        """Return whether `patience` validations in a row were not better."""
-        if self._patience is None or progress.validation != self._data:
+    def is_exhausted(self, progress: Progress) -> bool:
+        """Return whether `patience` validations in a row had no better result."""
+        if self._patience is None or progress.validation_data != self._validation_data:
             return False
-        return progress.looks_since >= self._patience
+        return progress.validations_since_best >= self._patience

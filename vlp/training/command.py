@@ -79,8 +79,8 @@ def run_training(
         build: returns the task (an `nn.Module`) and its data; ConfigError if they do not fit.
         build_validation: returns the validation, from configuration, task and data.
     """
-    prepare_environment()
     try:
+        prepare_environment()
         config = load_config(
             path, schema, [*overrides, *(_output_override(path, overrides) if resume else ())]
         )
@@ -117,7 +117,7 @@ def run_training(
 def _output_override(path: str | Path, overrides: Sequence[str]) -> list[str]:
     """Return the override of `output` for the config.yaml of a run, which may have been moved."""
     folder = RunFolder(Path(path).parent, resume=True)
-    is_run_config = Path(path).name == folder.config.name and folder.record.is_file()
+    is_run_config = Path(path).name == folder.config.name and folder.starts.is_file()
     if not is_run_config or any(override.startswith("output=") for override in overrides):
         return []
     return [f"output={json.dumps(str(folder.path))}"]

@@ -42,7 +42,7 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Event files in the run's folder."""
 
-    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, validated_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
@@ -60,12 +60,12 @@ class TensorBoardTracker:
 class WandbTracker:
     """A run of Weights & Biases, offline with WANDB_MODE; a resumed run continues it."""
 
-    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, validated_step: int) -> None:
         import wandb
 
         records = read_log(folder.log)[0]
-        earlier = [record for record in records if _is_earlier(record, step, last_validation)]
-        # A run cannot drop metrics of steps that will be repeated: a new run gets the earlier ones.
+        earlier = [record for record in records if _is_earlier(record, step, validated_step)]
+        # A run cannot drop metrics that will be logged again: a new run gets the earlier ones.
         renew = len(earlier) < len(records)
         self._run = wandb.init(
             project=PROJECT,
@@ -96,7 +96,7 @@ class WandbTracker:
 class MlflowTracker:
     """A run of MLflow; without MLFLOW_TRACKING_URI in `mlflow.db` of the run's folder."""
 
-    def __init__(self, folder: RunFolder, step: int, last_validation: int) -> None:
+    def __init__(self, folder: RunFolder, step: int, validated_step: int) -> None:
         self._file = None if _mlflow_server() else folder.path.resolve() / "mlflow.db"
         self._client = _mlflow(_mlflow_server() or f"sqlite:///{self._file}")
 
@@ -109,15 +109,15 @@ class MlflowTracker:
             return str(run.info.run_id)
 
         self._run_id = tracker_id(folder, "mlflow", create)
-        self._drop_later(folder, step, last_validation, create)
+        self._drop_later(folder, step, validated_step, create)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat_tags(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
     def _drop_later(
-        self, folder: RunFolder, step: int, last_validation: int, create: Callable[[], str]
+        self, folder: RunFolder, step: int, validated_step: int, create: Callable[[], str]
     ) -> None:
-        """Move to a new run if this one has metrics that will be repeated, which are left out."""
+        """Replace the run by a new one without metrics that will be logged again, if it has any."""
         # MLflow cannot delete a metric.
         previous = self._run_id
         metrics = [
@@ -128,7 +128,7 @@ class MlflowTracker:
         earlier = [
             metric
             for metric in metrics
-            if _is_earlier({"step": metric.step, metric.key: metric.value}, step, last_validation)
+            if _is_earlier({"step": metric.step, metric.key: metric.value}, step, validated_step)
         ]
         if len(earlier) == len(metrics):
             return
@@ -188,13 +188,13 @@ def require_access(names: Sequence[TrackerName]) -> None:
 
 
 def open_trackers(
-    names: Sequence[TrackerName], folder: RunFolder, step: int, last_validation: int = 0
+    names: Sequence[TrackerName], folder: RunFolder, step: int, validated_step: int = 0
 ) -> dict[TrackerName, Tracker]:
     """Open a run's trackers by name, before `RunLog` rewrites the log; arguments as of `RunLog`."""
     trackers: dict[TrackerName, Tracker] = {}
     for name in names:
         with _config_errors(name):
-            trackers[name] = _TRACKERS[name](folder, step, last_validation)
+            trackers[name] = _TRACKERS[name](folder, step, validated_step)
     return trackers
 
 
@@ -264,45 +264,44 @@ class _StandardError:
 class RunLog:
     """Log of a run, written on rank 0; on other ranks every method does nothing.
 
-    `last` is the last training record of an earlier start, on rank 0.
+    `last_record` is the last training record of an earlier start, on rank 0; else empty.
 
     Args:
         folder: the run's folder, or None on other ranks.
         step: steps already done.
         trackers: closed with the log.
-        last_validation: last validated step.
+        validated_step: last validated step.
     """
 
     def __init__(
         self,
         folder: RunFolder | None,
         step: int,
-        total: int,
+        total_steps: int,
         trackers: Mapping[TrackerName, Tracker] | None = None,
-        last_validation: int = 0,
+        validated_step: int = 0,
     ) -> None:
         self._folder, self._trackers = folder, dict(trackers or {})
-        self.last: dict[str, Any] = {}
+        self.last_record: dict[str, Any] = {}
         if folder is None:
             return
-        # After a kill the log has lines of steps and validations that will be repeated.
-        earlier = _drop_later(folder.log, step, last_validation)
-        self.last = next((line for line in reversed(earlier) if "samples" in line), {})
+        records = _drop_later(folder.log, step, validated_step)
+        self.last_record = next((r for r in reversed(records) if "samples" in r), {})
         self._file = open(folder.log, "a", encoding="utf-8", opener=open_nofollow)  # noqa: SIM115
         # Redraw the bar rarely in a file or in CI output.
         interval = 0.1 if sys.stderr.isatty() else 10.0
-        self._screen = _StandardError()
+        self._stderr = _StandardError()
         self._bar = tqdm(
-            total=total, initial=step, unit="step", mininterval=interval, file=self._screen
+            total=total_steps, initial=step, unit="step", mininterval=interval, file=self._stderr
         )
 
     def advance(self) -> None:
-        """Count a step."""
+        """Move the progress bar by one step."""
         if self._folder is not None:
             self._bar.update()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log a record: `step`, and numbers by name (nested names become `outer/inner`)."""
+        """Log a record of `step` and numbers by name; nested names become `outer/inner`."""
         if self._folder is None:
             return
         flat = self._append(record)
@@ -326,7 +325,7 @@ class RunLog:
         self.info(f"step {step}, validation: {text}")
 
     def _append(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Log a record, its numbers also by trackers; return it flat, without `step`."""
+        """Write a record to `log.jsonl` and trackers; return it flat, without `step`."""
         flat = flatten(record)
         self._file.write(json.dumps(flat) + "\n")
         self._file.flush()
@@ -335,7 +334,7 @@ class RunLog:
         return flat
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
-        """Call a method of every tracker; a tracker that fails gets no further calls."""
+        """Call `call` for every tracker; one that fails is dropped with a message."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -349,7 +348,7 @@ class RunLog:
     def info(self, message: str) -> None:
         """Print a line above the bar."""
         if self._folder is not None:
-            self._bar.write(message, file=self._screen)
+            self._bar.write(message, file=self._stderr)
 
     def __enter__(self) -> RunLog:
         return self
@@ -366,19 +365,20 @@ class RunLog:
             self._file.close()
 
 
-def _drop_later(path: Path, step: int, last_validation: int) -> list[dict[str, Any]]:
-    """Rewrite a log without later steps and validations; return the records that remain."""
+def _drop_later(path: Path, step: int, validated_step: int) -> list[dict[str, Any]]:
+    """Rewrite a log without records that will be logged again; return the others."""
+    # After a kill the log has records from after the last checkpoint.
     if not path.exists():
         return []
-    earlier = [r for r in read_log(path)[0] if _is_earlier(r, step, last_validation)]
+    earlier = [r for r in read_log(path)[0] if _is_earlier(r, step, validated_step)]
     write_text(path, "".join(json.dumps(record) + "\n" for record in earlier))
     return earlier
 
 
-def _is_earlier(record: Mapping[str, Any], step: int, last_validation: int) -> bool:
-    """Return whether a resumed run will not log this record again."""
+def _is_earlier(record: Mapping[str, Any], step: int, validated_step: int) -> bool:
+    """Return whether a run that resumes at `step` will not log the record again."""
     is_validation = any(name.startswith(_VALIDATION) for name in record)
-    return bool(record["step"] <= (last_validation if is_validation else step))
+    return bool(record["step"] <= (validated_step if is_validation else step))
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""The training loop; one optimiser step is `gradient_accumulation_steps` global batches."""
+"""The training loop.
+
+An optimiser step has `training.gradient_accumulation_steps` micro-steps of one global batch each.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ from vlp.training.checkpoints import BestCheckpoint, CheckpointError, Checkpoint
 from vlp.training.config import RunConfig
 from vlp.training.engines.engine import Engine
 from vlp.training.log import RunLog, open_trackers
-from vlp.training.optimiser import learning_rate
 from vlp.training.progress import Meter, Outcome, Progress, copy_to_cpu
 from vlp.training.run_folder import RunFolder, device_name, record_start, write_report
 from vlp.training.stop_requests import StopConsensus, StopSignals
@@ -34,13 +36,15 @@ from vlp.training.watchdog import Watchdog
 
 
 class StreamedData(Protocol):
-    """Interface of the data that the loop needs (`vlp.data.pretrain.PretrainData`)."""
+    """Interface of the data that the loop needs (`vlp.data.pretrain.PretrainData`).
 
-    # Hashes of the data's parts by name, which a checkpoint remembers.
+    fingerprint: hashes of the data's parts by name; a run resumes with the same ones only.
+    """
+
     fingerprint: dict[str, str]
 
     def batches_left(self, samples_consumed: int, epochs: int) -> int:
-        """Count global batches from a number of consumed samples to the end of `epochs` epochs."""
+        """Count the global batches that remain of `epochs` epochs after `samples_consumed`."""
 
     def samples_in_epoch(self, epoch: int) -> int:
         """Count the samples of one epoch."""
@@ -48,10 +52,10 @@ class StreamedData(Protocol):
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Generator[tuple[Slots, int], None, None]:
-        """Yield one rank's batches without end, each with the samples all ranks consumed so far."""
+        """Yield a rank's batches without end, each with all ranks' consumed samples so far."""
 
 
-# Skipped steps in a row: fp16 needs a few to find its loss scale, more mean divergence.
+# Skipped steps in a row: fp16 skips a few to find its loss scale, a diverged run skips all.
 MAX_NON_FINITE = 10
 # Seconds without progress after which a rank is reported: longer than any usual step.
 WATCHDOG_SECONDS = 30.0
@@ -73,48 +77,57 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end, or to a stop signal; return the contents of `report.json`.
 
-    With `best` the best model is saved in `best/`, and the run also ends when patience runs out.
-    Raises CheckpointError if a checkpoint or model cannot be written or resumed with this data, and
-    NonFiniteError.
+    Args:
+        resume: continue from the newest good checkpoint in `folder`, or start without one.
+        best: validation, which saves the best model in `best/` and ends the run when its patience
+            is exhausted.
+        signals: stop signals that are handled already; None: handle them within this call.
+
+    Raises:
+        CheckpointError: a checkpoint or model cannot be written, or not resumed with this data.
+        NonFiniteError: the run diverges.
     """
     is_main = engine.rank == 0
     checkpoints = Checkpoints(folder.checkpoints, config, data.fingerprint)
-    checkpoint = checkpoints.load(engine, task) if resume else None
+    restored = checkpoints.load(engine, task) if resume else None
     with distributed.raise_on_all_ranks(ConfigError):
-        if resume and is_main and not checkpoint:
+        if resume and is_main and not restored:
             folder.require_same_run(config)
-            folder.require_no_progress(str(checkpoints))
-    finished_at = distributed.from_rank_0(folder.finished_at())
-    progress = checkpoint or Progress()
-    step, looked = progress.step, progress.looked
-    total = total_steps(config, data, progress)
-    if checkpoint:
-        progress.resumed.append(step)
+            folder.require_no_progress()
+    finished_step = distributed.from_rank_0(folder.finished_step())
+    progress = restored or Progress()
+    step, validated_step = progress.step, progress.validated_step
+    total_steps = count_steps(config, data, progress)
+    if restored:
+        progress.resume_steps.append(step)
     devices = distributed.gather_to_all((socket.gethostname(), device_name(engine.device)))
     if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
         # First of all files: without `run.json` a folder is not recognised as a run's.
-        record_start(folder, step, total, config.training.seed, devices, data.fingerprint)
+        record_start(folder, step, total_steps, config.training.seed, devices, data.fingerprint)
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
-    main_folder, trackers = (folder, config.training.trackers) if is_main else (None, ())
+    log_folder, trackers = (folder, config.training.trackers) if is_main else (None, ())
     trainer: _Trainer | None = None
-    ended = "failed"
+    ending = "failed"
     try:
         with (
-            nullcontext(signals) if signals else StopSignals() as stop,
+            nullcontext(signals) if signals else StopSignals() as stop_signals,
             RunLog(
-                main_folder, step, total, open_trackers(trackers, folder, step, looked), looked
+                log_folder,
+                step,
+                total_steps,
+                open_trackers(trackers, folder, step, validated_step),
+                validated_step,
             ) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
             closing(checkpoints),
             closing(data.batches(progress.samples, engine.rank, engine.world_size)) as batches,
         ):
-            if resume and not checkpoint:
+            if resume and not restored:
                 log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
-            _log_schedule(config, log, step, total)
-            saved = (step, looked) if checkpoint else None
+            _log_schedule(config, log, step, total_steps)
             trainer = _Trainer(
                 config,
                 task,
@@ -124,31 +137,32 @@ def train(
                 best,
                 checkpoints,
                 progress,
-                total,
-                stop,
+                total_steps,
+                stop_signals,
                 log,
                 watchdog,
-                saved,
+                checkpoint_steps=(step, validated_step) if restored else None,
             )
             if not trainer.run(batches):
-                ended = "stopped"
-                reason = stop.reason or "a stop request on another rank"
+                ending = "stopped"
+                reason = stop_signals.reason or "a stop request on another rank"
                 log.info(f"stopped by {reason} after step {progress.step}; continue with --resume")
             else:
-                if checkpoint and finished_at == step == progress.step:
+                # A finished run that is resumed again trains nothing.
+                if restored and finished_step == step == progress.step:
                     log.info(f"{folder.model} is already from this step; left unchanged")
                 else:
                     _save_model(task, engine, folder.model)
-                ended = "finished"
+                ending = "finished"
                 log.info(f"finished after {progress.step} steps: {folder.model}")
                 if progress.best_step is not None:
                     log.info(f"best on validation data, step {progress.best_step}: {folder.best}")
     except PausedDataError:
-        ended = "paused"
+        ending = "paused"
         raise
     finally:
         record = trainer.record if trainer else {}
-        report = write_report(main_folder, ended, progress, record, engine, total)
+        report = write_report(log_folder, ending, progress, record, engine, total_steps)
     return report
 
 
@@ -156,7 +170,7 @@ def train(
 class _Trainer:
     """A running training: its parts, and what its steps update.
 
-    saved: optimiser step and last validated step of the newest checkpoint.
+    checkpoint_steps: `step` and `validated_step` of the newest checkpoint; None without one.
     """
 
     config: RunConfig
@@ -167,16 +181,16 @@ class _Trainer:
     best: BestCheckpoint | None
     checkpoints: Checkpoints
     progress: Progress
-    total: int
-    stop: StopSignals
+    total_steps: int
+    stop_signals: StopSignals
     log: RunLog
     watchdog: Watchdog
-    saved: tuple[int, int] | None
+    checkpoint_steps: tuple[int, int] | None
 
     def __post_init__(self) -> None:
         self.meter, self.collapse_monitor = Meter(self.progress), CollapseWatch()
-        self.copies = CopyStream(self.engine.device)
-        self.record = self.log.last
+        self.copy_stream = CopyStream(self.engine.device)
+        self.record = self.log.last_record
         # A GPU's outcomes are read with the next log line or checkpoint, so that steps never wait
         # for the device.
         self.pending: list[Outcome] = []
@@ -184,28 +198,36 @@ class _Trainer:
     def run(self, batches: Iterator[tuple[Slots, int]]) -> bool:
         """Train and save a checkpoint; return False if the run was stopped before its end."""
         training, progress = self.config.training, self.progress
-        consensus = StopConsensus(self.stop, self.engine.device)
+        consensus = StopConsensus(self.stop_signals, self.engine.device)
+        self.validate_if_due()  # an earlier start may have ended before its last validation
         # A signal to any rank ends the run on all, a few seconds later, with a checkpoint.
-        while not (is_done := self.validate_if_due()) and not consensus.should_stop():
-            rate = _learning_rate(self.config, progress.step, self.total)
+        while not self.is_done() and not consensus.should_stop():
+            learning_rate = training.optimiser.learning_rate_at(progress.step, self.total_steps)
             # A forward pass changes buffers (batch norms), which a skipped step restores.
             buffers = {name: b.clone() for name, b in self.engine.module.named_buffers()}
-            parts = range(training.gradient_accumulation_steps)
-            self.update([self.micro_step(batches, part) for part in parts], rate, buffers)
-            is_last = progress.step == self.total
+            micro_steps = range(training.gradient_accumulation_steps)
+            outputs = [self.micro_step(batches, index) for index in micro_steps]
+            self.update(outputs, learning_rate, buffers)
+            is_last = progress.step == self.total_steps
             if is_last or progress.step % training.log_every == 0:
-                self.write_log(rate)
-            # Checkpoint before validating, so that a failing validation loses no training.
+                self.write_log(learning_rate)
             if is_last or progress.step % training.checkpoint_every == 0:
-                self.save()
-        self.stop.disable_deadline()
+                self.save_checkpoint()
+            # After the checkpoint, so that a failing validation loses no training.
+            self.validate_if_due()
+        self.stop_signals.disable_deadline()
         self.watchdog.enter("save")
-        if self.saved != (progress.step, progress.looked):
-            self.save()
+        if self.checkpoint_steps != (progress.step, progress.validated_step):
+            self.save_checkpoint()
         self.checkpoints.wait()
-        return is_done
+        return self.is_done()
 
-    def micro_step(self, batches: Iterator[tuple[Slots, int]], part: int) -> StepOutput:
+    def is_done(self) -> bool:
+        """Return whether all steps are done or the patience of `best` is exhausted."""
+        is_exhausted = self.best is not None and self.best.is_exhausted(self.progress)
+        return self.progress.step >= self.total_steps or is_exhausted
+
+    def micro_step(self, batches: Iterator[tuple[Slots, int]], index: int) -> StepOutput:
         """Run the forward and backward pass of the next batch; return detached outputs."""
         progress = self.progress
         self.watchdog.enter("data")
@@ -214,9 +236,9 @@ class _Trainer:
         self.meter.add_batch(batch, time.perf_counter() - start)
         self.watchdog.enter("forward")
         # Makes dropout reproducible on resume and different on each rank.
-        position = progress.step, part, self.engine.rank
+        position = progress.step, index, self.engine.rank
         torch.manual_seed(stable_hash("dropout", self.config.training.seed, *position))
-        output = self.engine.forward(self.copies.move(batch), progress.step)
+        output = self.engine.forward(self.copy_stream.move(batch), progress.step)
         self.watchdog.enter("backward")
         self.engine.backward(nan_if_non_finite(output.loss))
         return StepOutput(
@@ -225,18 +247,20 @@ class _Trainer:
             {name: value.detach() for name, value in output.statistics.items()},
         )
 
-    def update(self, outputs: list[StepOutput], rate: float, buffers: dict[str, Tensor]) -> None:
-        """Make the optimiser step; `outputs` are those of its micro-steps.
+    def update(
+        self, outputs: list[StepOutput], learning_rate: float, buffers: dict[str, Tensor]
+    ) -> None:
+        """Make the optimiser step of micro-steps with these outputs.
 
         A step that is not finite on some rank is skipped on all: weights, optimiser state and
-        buffers keep their values, and the next step has the next batch.
+        `buffers` keep their values, and the next step has the next batch.
         """
         self.watchdog.enter("update")
-        update = self.engine.step(rate)
+        update = self.engine.step(learning_rate)
         self.progress.step += 1
         self.watchdog.step = self.progress.step
         self.pending.append(Outcome(self.progress.step, outputs, update))
-        # A tensor is a flag on the device, which is not read yet.
+        # On a GPU `applied` is a 0-d tensor, which is not read here.
         if isinstance(update.applied, Tensor):
             _restore(self.engine.module, buffers, update.applied)
             self.task.after_step(self.engine.parameters, update.applied)
@@ -251,142 +275,133 @@ class _Trainer:
         self.watchdog.enter("log")
 
     def flush_pending(self) -> None:
-        """Record the outcomes of pending steps."""
+        """Count the outcomes of pending steps; NonFiniteError if too many were skipped."""
         for outcome in copy_to_cpu(self.pending):
             if outcome.update.applied:
-                self.progress.non_finite_row = 0
+                self.progress.non_finite_in_a_row = 0
                 self.meter.add_step(outcome.outputs, outcome.update)
             else:
                 _count_non_finite(self.progress, outcome, self.log)
         self.pending.clear()
 
-    def write_log(self, rate: float) -> None:
+    def write_log(self, learning_rate: float) -> None:
         """Log the means since the last log line."""
         self.flush_pending()
-        self.record = _log_record(self.meter, self.progress, rate, self.data)
+        self.record = _log_record(self.meter, self.progress, learning_rate, self.data)
         self.log.write(self.record)
         if self.engine.rank == 0:
             self.collapse_monitor.check(self.progress.step, _feature_statistics(self.record))
 
-    def save(self) -> None:
+    def save_checkpoint(self) -> None:
         """Save a checkpoint, which a thread writes."""
         self.watchdog.enter("save")
         self.flush_pending()
         self.meter.reduce_counts()
-        with self.stop.suspend_deadline():
+        with self.stop_signals.suspend_deadline():
             self.checkpoints.save(self.engine, self.task, self.progress, wait=False)
-        self.saved = self.progress.step, self.progress.looked
+        self.checkpoint_steps = self.progress.step, self.progress.validated_step
 
-    def validate_if_due(self) -> bool:
-        """Validate if due; return whether all steps are done or patience is exhausted."""
-        progress, best = self.progress, self.best
-        if best is None:
-            return progress.step >= self.total
-        if best.due(progress, self.total):
-            start = time.perf_counter()
-            self.watchdog.enter("validate")
-            with self.stop.suspend_deadline():
-                metrics, better = best.validate(progress, self.engine.parameters)
-                self.log.write_validation(progress.step, metrics)
-                if better:
-                    self.checkpoints.wait()
-                    _save_model(self.task, self.engine, self.folder.best)
-            self.meter.exclude(time.perf_counter() - start)
-        return progress.step >= self.total or best.exhausted(progress)
+    def validate_if_due(self) -> None:
+        """Validate the model at the interval of `best`; save it if it is the best so far."""
+        if self.best is None or not self.best.is_due(self.progress, self.total_steps):
+            return
+        start = time.perf_counter()
+        self.watchdog.enter("validate")
+        with self.stop_signals.suspend_deadline():
+            metrics, is_best = self.best.validate(self.progress, self.engine.parameters)
+            self.log.write_validation(self.progress.step, metrics)
+            if is_best:
+                self.checkpoints.wait()
+                _save_model(self.task, self.engine, self.folder.best)
+        self.meter.exclude(time.perf_counter() - start)
 
 
-def total_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count a run's optimiser steps, without a last incomplete accumulation of gradients."""
+def count_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
+    """Count the optimiser steps of the whole run; the last one has all its micro-steps."""
     training = config.training
     if training.steps is not None:
         return training.steps
     assert training.epochs is not None  # RunConfig validates this
-    # From consumed samples, as the batch size may have changed since an earlier start.
+    # From consumed samples, as the batch may have changed since an earlier start.
     batches_left = data.batches_left(progress.samples, training.epochs)
     return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
 
 
-def _learning_rate(config: RunConfig, step: int, total: int) -> float:
-    optimiser = config.training.optimiser
-    return learning_rate(
-        step, total, optimiser.learning_rate, optimiser.final_learning_rate, optimiser.warmup(total)
-    )
-
-
-def _log_schedule(config: RunConfig, log: RunLog, step: int, total: int) -> None:
+def _log_schedule(config: RunConfig, log: RunLog, step: int, total_steps: int) -> None:
     """Log the warm-up, warnings if the run ends within a warm-up, and a resumed learning rate."""
     optimiser = config.training.optimiser
     if optimiser.warmup_steps is None:
-        log.info(f"warm-up: {optimiser.warmup(total)} of {total} steps")
-    if warning := optimiser.endless_warmup(total):
+        log.info(f"warm-up: {optimiser.resolve_warmup(total_steps)} of {total_steps} steps")
+    if warning := optimiser.warmup_warning(total_steps):
         log.info(warning)
     parts = (getattr(config, key, None) for key in ("objectives", "task"))
     teachers = (getattr(part, "teacher", None) for part in parts)
-    if any(teacher and total <= (teacher.warmup_steps or 0) for teacher in teachers):
+    if any(teacher and total_steps <= (teacher.warmup_steps or 0) for teacher in teachers):
         log.info(
-            f"warning: teacher.warmup_steps is not over when the run ends, after {total} steps: "
-            "its soft targets never reach full weight"
+            "warning: teacher.warmup_steps is not over when the run ends, after "
+            f"{total_steps} steps: its soft targets never reach full weight"
         )
     if step:
-        rate, previous = _learning_rate(config, min(step, total - 1), total), ""
-        if "learning_rate" in log.last:
-            previous = f"; it was {log.last['learning_rate']:.4g} at step {log.last['step']}"
-        log.info(f"resumed at step {step} of {total} with learning rate {rate:.4g}{previous}")
+        # A finished run has no next step: it shows its last learning rate.
+        current = optimiser.learning_rate_at(min(step, total_steps - 1), total_steps)
+        message = f"resumed at step {step} of {total_steps} with learning rate {current:.4g}"
+        if (previous := log.last_record.get("learning_rate")) is not None:
+            message += f"; it was {previous:.4g} at step {log.last_record['step']}"
+        log.info(message)
 
 
 def nan_if_non_finite(loss: Tensor) -> Tensor:
-    """Return a finite scalar loss unchanged, and a non-finite one with NaN gradients."""
-    # A non-finite loss may have finite gradients, and finite values on other ranks. NaN gradients
-    # make the engine skip the step on all ranks, without waiting for the device.
+    """Return the scalar loss; its gradients are NaN if its value is not finite."""
+    # A non-finite loss may have finite gradients, and be finite on other ranks. NaN gradients make
+    # the engine skip the step on all ranks, without waiting for the device.
     factor = torch.ones_like(loss)
     return loss * torch.where(torch.isfinite(loss.detach()), factor, factor * float("nan"))
 
 
 def _restore(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
-    """Restore buffers by name; with a device flag `applied`, only if it is False."""
+    """Restore buffers by name; with a device flag `applied` (0-d bool), only if it is False."""
     for name, buffer in module.named_buffers():
         previous = buffers[name]
         buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))
 
 
 def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None:
-    """Count and log a skipped step; NonFiniteError if too many follow each other."""
+    """Count and log a skipped step; NonFiniteError if too many follow each other; collective."""
     progress.non_finite += 1
-    progress.non_finite_row += 1
+    progress.non_finite_in_a_row += 1
     step, scale = outcome.step, outcome.update.loss_scale
-    local = {
+    local_names = {
         name
         for output in outcome.outputs
         for name, value in {"total": output.loss, **output.losses}.items()
         if not torch.isfinite(value)
     }
-    names = sorted(set().union(*distributed.gather_to_all(local)))
+    names = sorted(set().union(*distributed.gather_to_all(local_names)))
     reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
     log.info(f"step {step} skipped: {reason}")
-    if progress.non_finite_row > MAX_NON_FINITE:
+    if progress.non_finite_in_a_row > MAX_NON_FINITE:
         raise NonFiniteError(
-            f"{progress.non_finite_row} steps in a row were skipped, the last ({step}) "
-            f"because {reason}. Go back to the last "
-            "checkpoint with --resume and a lower training.optimiser.learning_rate, a longer "
-            "warm-up, or training.precision=float32."
+            f"{progress.non_finite_in_a_row} steps in a row were skipped, the last ({step}) "
+            f"because {reason}. Go back to the last checkpoint with --resume and a lower "
+            "training.optimiser.learning_rate, a longer warm-up, or training.precision=float32."
         )
 
 
 def _log_record(
-    meter: Meter, progress: Progress, rate: float, data: StreamedData
+    meter: Meter, progress: Progress, learning_rate: float, data: StreamedData
 ) -> dict[str, Any]:
     means = meter.flush()
-    epoch, within_epoch = 0, progress.samples
-    while within_epoch >= (size := data.samples_in_epoch(epoch)):
-        epoch, within_epoch = epoch + 1, within_epoch - size
+    epoch, epoch_samples = 0, progress.samples
+    while epoch_samples >= (size := data.samples_in_epoch(epoch)):
+        epoch, epoch_samples = epoch + 1, epoch_samples - size
     return {
         "step": progress.step,
-        "epoch": epoch + within_epoch / size,
+        "epoch": epoch + epoch_samples / size,
         "samples": progress.samples,
         "seconds": progress.seconds,
-        "learning_rate": rate,
+        "learning_rate": learning_rate,
         **means,
         "skipped": {"total": sum(progress.skipped.values()), **progress.skipped},
         "non_finite_steps": progress.non_finite,
@@ -394,7 +409,7 @@ def _log_record(
 
 
 def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the statistics of features; anchors' statistics may be constant and are left out."""
+    """Return the record's statistics without those of anchors, which may be constant."""
     statistics = {
         key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
     }
@@ -402,7 +417,7 @@ def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
-    """Replace a model folder, but keep files of other origin, such as a model card."""
+    """Replace the model's files in a folder, and keep others such as a model card; collective."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:
@@ -415,6 +430,6 @@ def _save_model(task: Task, engine: Engine, folder: Path) -> None:
     failure = distributed.from_rank_0(failure)
     if failure is not None:
         raise CheckpointError(
-            f"cannot write the model {folder}: {failure}; checkpoints are intact: free disk "
-            "space and start again with --resume"
+            f"cannot write the model {folder}: {failure}; checkpoints are intact: free disk space "
+            "or permit writing, then start again with --resume"
         )

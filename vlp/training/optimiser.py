@@ -52,18 +52,23 @@ class OptimiserConfig(Config):
             )
         return self
 
-    def warmup(self, total_steps: int) -> int:
+    def resolve_warmup(self, total_steps: int) -> int:
         """Return the warm-up steps of a run with `total_steps` steps."""
         return min(1000, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
 
-    def endless_warmup(self, total_steps: int) -> str:
+    def learning_rate_at(self, step: int, total_steps: int) -> float:
+        """Return the learning rate of optimiser step `step`, counted from 0."""
+        final, warmup_steps = self.final_learning_rate, self.resolve_warmup(total_steps)
+        return cosine_schedule(step, total_steps, self.learning_rate, final, warmup_steps)
+
+    def warmup_warning(self, total_steps: int) -> str:
         """Return a warning for a run that ends within its warm-up; empty for others."""
-        warmup = self.warmup(total_steps)
-        if total_steps > warmup:
+        warmup_steps = self.resolve_warmup(total_steps)
+        if total_steps > warmup_steps:
             return ""
         return (
-            f"warning: training.optimiser.warmup_steps {warmup} is not over when the run ends, "
-            f"after {total_steps} steps: its learning rate only rises"
+            f"warning: training.optimiser.warmup_steps {warmup_steps} is not over when the run "
+            f"ends, after {total_steps} steps: its learning rate only rises"
         )
 
 
@@ -142,13 +147,13 @@ def _starts_with(name: str, prefix: str) -> bool:
     return f"{name}.".startswith(f"{prefix}.")
 
 
-def learning_rate(
+def cosine_schedule(
     step: int, total_steps: int, peak: float, final: float, warmup_steps: int
 ) -> float:
-    """Return the learning rate of a linear warm-up and half a cosine from `peak` to `final`.
+    """Return the learning rate of a linear warm-up to `peak` and half a cosine down to `final`.
 
-    `step` counts from 0, where the rate is `peak / warmup_steps`. From the last of `total_steps` on
-    it is `final`, unless the warm-up lasts longer.
+    `step` counts from 0, with `peak / warmup_steps`. Step `total_steps - 1` and all later ones have
+    `final`, unless the warm-up lasts longer.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -1,13 +1,14 @@
-"""Counters of a run: its progress, outcomes of its steps, and sums between two log lines."""
+"""Progress of a run, outcomes of its optimiser steps, and means between two log lines."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -17,21 +18,28 @@ from vlp.data.stream.batch import Slots
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
-# Bad samples of one kind whose locations the report has.
+# Bad samples of one kind that the report locates.
 _MAX_EXAMPLES = 20
 
 
 @dataclass
 class Progress:
-    """Counters of a run: all state of a resume but weights, optimiser and the task's extra state.
+    """State of a run in a checkpoint's `state.json`, where an alias is the field's key.
 
-    step: optimiser steps with skipped steps. samples: consumed by all ranks over all epochs, which
-    fixes the position in the data; trained_samples: valid samples of these. seconds: of training.
-    skipped: counts of bad samples by kind; examples: locations of some. non_finite: skipped steps;
-    non_finite_row: skipped steps since the last applied step. resumed: steps of resumption. looked:
-    last validated step. metric, validation: name of the deciding metric and identity of its data.
-    best, best_step, best_figures: its best value, the step, and all metrics of that step.
-    looks_since: validations after that.
+    Attributes:
+        step: optimiser steps, with skipped ones.
+        samples: consumed by all ranks in all epochs, with bad ones; gives the position in the data.
+        trained_samples: valid ones of `samples`.
+        seconds: training time of all starts.
+        skipped: number of bad samples by kind.
+        skipped_examples: locations of the first bad samples, by kind.
+        non_finite: skipped steps; non_finite_in_a_row: those since the last applied step.
+        resume_steps: the step of each resume.
+        validated_step: the last validated step.
+        metric: name of the metric that decides which model is the best.
+        validation_data: identity of the validation data.
+        best, best_step, best_metrics: best value of `metric`, its step, and all metrics there.
+        validations_since_best: number of validations after `best_step`.
     """
 
     step: int = 0
@@ -39,21 +47,25 @@ class Progress:
     trained_samples: int = 0
     seconds: float = 0.0
     skipped: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    skipped_examples: Annotated[dict[str, list[str]], Field(alias="examples")] = field(
+        default_factory=dict
+    )
     non_finite: int = 0
-    non_finite_row: int = 0
-    resumed: list[int] = field(default_factory=list)
-    looked: int = 0
+    non_finite_in_a_row: Annotated[int, Field(alias="non_finite_row")] = 0
+    resume_steps: Annotated[list[int], Field(alias="resumed")] = field(default_factory=list)
+    validated_step: Annotated[int, Field(alias="looked")] = 0
     metric: str | None = None
-    validation: str = ""
+    validation_data: Annotated[str, Field(alias="validation")] = ""
     best: float | None = None
     best_step: int | None = None
-    best_figures: dict[str, float] = field(default_factory=dict)
-    looks_since: int = 0
+    best_metrics: Annotated[dict[str, float], Field(alias="best_figures")] = field(
+        default_factory=dict
+    )
+    validations_since_best: Annotated[int, Field(alias="looks_since")] = 0
 
 
 class Outcome(NamedTuple):
-    """Result of an optimiser step, counted from 1: outputs of its micro-steps, and the update."""
+    """Result of optimiser step `step`, counted from 1: an output of each micro-step, the update."""
 
     step: int
     outputs: list[StepOutput]
@@ -61,52 +73,56 @@ class Outcome(NamedTuple):
 
 
 def copy_to_cpu(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return outcomes with all CUDA scalars copied to the CPU."""
+    """Return outcomes with all CUDA scalars copied to the CPU, as float32."""
     leaves, structure = tree_flatten(outcomes)
     indices = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_cuda]
     if indices:
         # One copy waits for the device once.
-        numbers = torch.stack([leaves[index].float() for index in indices]).cpu()
-        for index, number in zip(indices, numbers):
-            leaves[index] = number
+        scalars = torch.stack([leaves[index].float() for index in indices]).cpu()
+        for index, scalar in zip(indices, scalars):
+            leaves[index] = scalar
     result: list[Outcome] = tree_unflatten(leaves, structure)
     return result
 
 
 class Meter:
-    """Sums of one rank between two log lines, added up without waiting for the device."""
+    """Means of losses and statistics between two log lines, and counts of samples for `progress`.
+
+    Sums stay on the device until `flush`.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         # Counts of this rank that are not in `progress` yet.
-        self._trained = 0
+        self._trained_samples = 0
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
-        self._counted_until = time.perf_counter()
-        self._open()
+        # `progress.seconds` has the time before.
+        self._timed_until = time.perf_counter()
+        self._reset()
 
-    def _open(self) -> None:
+    def _reset(self) -> None:
         self._start = time.perf_counter()
-        self._trained_before = self._progress.trained_samples
-        self._waited = 0.0
+        self._start_samples = self._progress.trained_samples
+        self._wait_seconds = 0.0
         self._retries = retries().value
         self._sums: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
         self._norms: list[float] = []
         self._scale: float | None = None
 
-    def add_batch(self, batch: Slots, waited: float) -> None:
-        """Count a batch that took `waited` seconds to arrive."""
-        self._waited += waited
-        self._trained += int(batch.valid.sum())
-        for skip in batch.skipped:
-            self._skipped[skip.kind] += 1
-            self._examples.setdefault(skip.kind, []).append(skip.where)
+    def add_batch(self, batch: Slots, wait_seconds: float) -> None:
+        """Count a batch that took `wait_seconds` to arrive."""
+        self._wait_seconds += wait_seconds
+        self._trained_samples += int(batch.valid.sum())
+        for sample in batch.skipped:
+            self._skipped[sample.kind] += 1
+            self._examples.setdefault(sample.kind, []).append(sample.where)
 
     def exclude(self, seconds: float) -> None:
         """Exclude seconds without training from throughput and training time."""
         self._start += seconds
-        self._counted_until += seconds
+        self._timed_until += seconds
 
     def add_step(self, outputs: list[StepOutput], update: Update) -> None:
         """Add the losses and statistics of an optimiser step that was applied."""
@@ -123,45 +139,49 @@ class Meter:
 
     def reduce_counts(self) -> None:
         """Add the counts of all ranks to `progress`; collective."""
-        ranks = distributed.gather_to_all((self._trained, self._skipped, self._examples))
+        counts = (self._trained_samples, self._skipped, self._examples)
         progress = self._progress
-        for trained, skipped, examples in ranks:
-            progress.trained_samples += trained
+        for trained_samples, skipped, examples in distributed.gather_to_all(counts):
+            progress.trained_samples += trained_samples
             for kind, count in skipped.items():
                 progress.skipped[kind] = progress.skipped.get(kind, 0) + count
-                stored = progress.examples.setdefault(kind, [])
-                stored.extend(examples[kind][: _MAX_EXAMPLES - len(stored)])
+                earlier = progress.skipped_examples.setdefault(kind, [])
+                earlier.extend(examples[kind][: _MAX_EXAMPLES - len(earlier)])
         now = time.perf_counter()
-        progress.seconds += now - self._counted_until
-        self._counted_until = now
-        self._trained, self._skipped, self._examples = 0, Counter(), {}
+        progress.seconds += now - self._timed_until
+        self._timed_until = now
+        self._trained_samples, self._skipped, self._examples = 0, Counter(), {}
 
     def flush(self) -> dict[str, Any]:
-        """Return means over ranks and steps since the last call; collective.
+        """Return a log record of the steps since the last call, equal on all ranks; collective.
 
-        Losses and statistics are absent when every step was skipped.
+        It has the means of losses and statistics over ranks and micro-steps, unless every step was
+        skipped, gradient norm, loss scale, samples/s, share of time that data took, and retries.
         """
         self.reduce_counts()
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        means = [value / self._counts[name] for name, value in self._sums.items()]
+        quotients = [total / self._counts[name] for name, total in self._sums.items()]
         # One copy waits for the device once.
-        by_name = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
-        ranks = distributed.gather_to_all((set(by_name), retries().value - self._retries))
-        names = sorted(set[str]().union(*(presence for presence, _ in ranks)))
-        presence = [float(name in by_name) for name in names]
-        local = [*(by_name.get(name, 0.0) for name in names), *presence, self._waited / seconds]
-        # A mean is over the ranks that have the value: a rank without samples may lack some.
-        *averages, waiting = distributed.mean_over_ranks(torch.tensor(local)).tolist()
-        trained = self._progress.trained_samples - self._trained_before
+        local_means = dict(zip(self._sums, torch.stack(quotients).tolist() if quotients else []))
+        ranks = distributed.gather_to_all((set(local_means), retries().value - self._retries))
+        names = sorted(set[str]().union(*(local_names for local_names, _ in ranks)))
+        # A mean is over the ranks that have the value, as a rank without samples may lack some:
+        # the mean with 0 for others, divided by the share of ranks that have it.
+        values = [local_means.get(name, 0.0) for name in names]
+        presence = [float(name in local_means) for name in names]
+        local = torch.tensor([*values, *presence, self._wait_seconds / seconds])
+        *averages, wait_share = distributed.mean_over_ranks(local).tolist()
         record: dict[str, Any] = {
-            name: total / share
-            for name, total, share in zip(names, averages, averages[len(names) :])
+            name: average / share
+            for name, average, share in zip(names, averages, averages[len(names) :])
         }
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)
         if self._scale is not None:
             record["loss_scale"] = self._scale
-        record |= {"samples_per_second": trained / seconds, "data_wait_share": waiting}
+        trained_samples = self._progress.trained_samples - self._start_samples
+        record["samples_per_second"] = trained_samples / seconds
+        record["data_wait_share"] = wait_share
         record["store_retries"] = sum(count for _, count in ranks)
-        self._open()
+        self._reset()
         return record

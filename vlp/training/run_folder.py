@@ -1,4 +1,4 @@
-"""The folder of a run: its files, `run.json` (all starts) and `report.json` (the last end)."""
+"""A run's folder, its `run.json` (all starts) and `report.json` (its last end)."""
 
 from __future__ import annotations
 
@@ -31,58 +31,61 @@ from vlp.training.progress import Progress
 
 
 class Differences(NamedTuple):
-    """Lines "key: saved X, now Y": fatal ones forbid resuming, tolerated ones are warnings."""
+    """Lines "key: saved X, now Y"; fatal ones forbid a resume, tolerated ones are warnings."""
 
     fatal: list[str]
     tolerated: list[str]
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config) -> Differences:
-    """Compare the JSON values of a saved and the current configuration by the rules of `config`."""
-    before, now = dict(_leaves(saved)), dict(_leaves(current))
+    """Compare the JSON values of a saved and the current configuration.
+
+    The fields of `config` declare their rule: "fixed", "path", "tolerated" or "free".
+    """
+    saved_leaves, current_leaves = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted(saved_leaves.keys() | current_leaves.keys()):
         rule, default = _rule_and_default(config, key)
         # A key that one side lacks, as an older checkpoint may, has its default there.
-        saved_value, current_value = before.get(key, default), now.get(key, default)
-        if saved_value == current_value or rule == "free":
+        if saved_leaves.get(key, default) == current_leaves.get(key, default) or rule == "free":
             continue
-        are_texts = isinstance(before.get(key), str) and isinstance(now.get(key), str)
-        is_tolerated = rule == "tolerated" or (rule == "path" and are_texts)
+        values = saved_leaves.get(key), current_leaves.get(key)
+        are_paths = all(isinstance(value, str) for value in values)  # not null, and not absent
+        is_tolerated = rule == "tolerated" or (rule == "path" and are_paths)
         lines = differences.tolerated if is_tolerated else differences.fatal
-        saved_text, current_text = before.get(key, "absent"), now.get(key, "absent")
-        lines.append(redact(f"{key}: saved {saved_text!r}, now {current_text!r}"))
+        texts = [repr(leaves.get(key, "absent")) for leaves in (saved_leaves, current_leaves)]
+        lines.append(redact(f"{key}: saved {texts[0]}, now {texts[1]}"))
     return differences
 
 
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
-    """Require equal training and data on all ranks, by their configurations; collective."""
-    local_values, local_parts = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
-    values, parts = distributed.from_rank_0((local_values, local_parts))
-    changes = dict(parts.items() ^ local_parts.items())
+    """Require the same configuration and data on all ranks, except for paths; collective."""
+    leaves, parts = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
+    rank_0_leaves, rank_0_parts = distributed.from_rank_0((leaves, parts))
+    changes = dict(rank_0_parts.items() ^ parts.items())
     problems = [f"{part} of the data is not that of rank 0" for part in changes]
-    for key in values.keys() | local_values.keys():
-        local_value, value = local_values.get(key), values.get(key)
-        if local_value != value and not _may_differ_by_node(config, key, local_value, value):
-            problems.append(redact(f"{key} is {local_value!r}, {value!r} on rank 0"))
+    for key in rank_0_leaves.keys() | leaves.keys():
+        value, rank_0_value = leaves.get(key), rank_0_leaves.get(key)
+        if value != rank_0_value and not _may_differ_by_node(config, key, value, rank_0_value):
+            problems.append(redact(f"{key} is {value!r}, {rank_0_value!r} on rank 0"))
     with distributed.raise_on_all_ranks(ConfigError):
         if problems:
             raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
 
 
 def _may_differ_by_node(config: Config, key: str, *values: Any) -> bool:
-    """Return whether a dotted key may have other values on other nodes, as paths may."""
+    """Return whether a dotted key may have different values on different nodes, as paths may."""
     rule, _ = _rule_and_default(config, key)
     if rule == "free" and key.startswith(("data.", "task.data.")):
         return True
-    texts = all(isinstance(value, str) for value in values)
-    return texts and not key.startswith("training.") and rule != "fixed"
+    are_texts = all(isinstance(value, str) for value in values)
+    return are_texts and not key.startswith("training.") and rule != "fixed"
 
 
 def _rule_and_default(config: Config, key: str) -> tuple[str, Any]:
     """Return a dotted key's rule at a resume, and its default value (None without a default).
 
-    The innermost part of the key that declares "fixed", "path", "tolerated" or "free" decides.
+    The innermost part of the key that declares a rule decides; without any it is "fixed".
     """
     rule = "fixed"
     node: Any = config
@@ -104,6 +107,7 @@ def _declared_rule(extra: Any) -> Any:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value in nested mappings and lists; empty ones, too."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(value, Mapping) and value:
         items = iter(value.items())
@@ -118,7 +122,7 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (
+PACKAGES = (  # whose versions a run records
     *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
     *("webdataset", "numpy", "pillow", "simplejpeg"),
 )
@@ -128,7 +132,7 @@ _SECRET = re.compile(
     r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
     re.IGNORECASE,
 )
-_LONGEST_DIFF = 1 << 20
+_LONGEST_DIFF = 1 << 20  # characters
 _GIT_SECONDS = 10
 _DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
 _STATUS = ("status", "--porcelain", "--untracked-files=normal")
@@ -137,10 +141,16 @@ _STATUS = ("status", "--porcelain", "--untracked-files=normal")
 class RunFolder:
     """Paths of a run's files.
 
-    config: the resolved configuration; log: a JSON object per logged step; tensorboard: event
-    files; checkpoints: folders `step_N`; model: model folder of the finished run; best: model
-    folder of the best validation; report: summary, written at every end; record: all starts, the
-    first file of a run; hang: stacks of hanging ranks.
+    Attributes:
+        config: the resolved configuration.
+        log: a JSON object per line, for each logged step and each validation.
+        tensorboard: folder of event files.
+        checkpoints: folders `step_N`.
+        model: model folder of the finished run.
+        best: model folder of the best validation.
+        report: summary, written at every end.
+        starts: `run.json`: all starts, and ids at trackers; the first file of a run.
+        hang: stacks of hanging ranks.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -152,7 +162,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.best = self.path / "best"
         self.report = self.path / "report.json"
-        self.record = self.path / "run.json"
+        self.starts = self.path / "run.json"
         self.hang = self.path / "hang"
         try:
             is_used = self.path.exists() and not all(map(is_lock, self.path.iterdir()))
@@ -165,7 +175,7 @@ class RunFolder:
             )
 
     def require_run(self) -> None:
-        """Require that the folder holds a run, or only leftovers of a start that was killed."""
+        """Require a run, a new folder, or one with leftovers of a start that was killed."""
         try:
             if not self.path.exists() or self.holds_run():
                 return
@@ -178,36 +188,35 @@ class RunFolder:
             raise ConfigError(f"output: {self.path} cannot be read ({error.strerror})") from error
         if others:
             raise ConfigError(
-                f"output: {self.path} holds {', '.join(others[:4])} but no run ({self.record.name}"
+                f"output: {self.path} holds {', '.join(others[:4])} but no run ({self.starts.name}"
                 "), so nothing can be resumed there; choose another folder with output=…"
             )
 
     def holds_run(self) -> bool:
         """Return whether the folder holds a run; OSError if it cannot be read."""
-        if isinstance(_read_json(self.record).get("starts"), list):
+        if isinstance(_read_json(self.starts).get("starts"), list):
             return True
         # Other programs have folders `step_N`, too.
         return any((path / "SHA256SUMS").is_file() for path in self.checkpoints.glob("step_*"))
 
     def require_same_run(self, config: Config) -> None:
-        """Require that a configuration in the folder allows this run to resume."""
+        """Require that the folder's `config.yaml`, if any, allows a resume with `config`."""
         try:
             saved = parse_yaml(self.config.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"output: {self.config} cannot be read ({error})") from error
-        now = redact_values(config.model_dump(mode="json"))
-        saved = saved if isinstance(saved, dict) else {}
-        if fatal := compare(saved, now, config).fatal:
+        current = config.model_dump(mode="json")
+        if fatal := compare(saved if isinstance(saved, dict) else {}, current, config).fatal:
             listed = "\n".join(f"  {line}" for line in fatal)
             raise ConfigError(
                 f"output: {self.path} holds a run of another configuration:\n{listed}\n"
                 "Restore these keys, or choose another folder with output=…"
             )
 
-    def require_no_progress(self, folder: str) -> None:
-        """Require that the folder, which has no checkpoints, holds no finished or stopped run."""
+    def require_no_progress(self) -> None:
+        """Require that a run without checkpoints has neither finished nor stopped before."""
         try:
             report = _read_json(self.report)
         except OSError as error:
@@ -216,12 +225,12 @@ class RunFolder:
         if self.model.exists() or ended in ("finished", "stopped"):
             raise ConfigError(
                 f"{self.path} holds a run that {ended or 'finished'} at step "
-                f"{report.get('step', '?')}, but {folder} holds no checkpoint to resume it from: "
-                "bring the checkpoints back, or choose another folder with output=…"
+                f"{report.get('step', '?')}, but {self.checkpoints} holds no checkpoint to resume "
+                "it from: bring the checkpoints back, or choose another folder with output=…"
             )
 
-    def finished_at(self) -> int | None:
-        """Return the step of the finished run in the folder; None without a finished run."""
+    def finished_step(self) -> int | None:
+        """Return the last step of a finished run; None unless the run has finished."""
         with suppress(OSError):
             report = _read_json(self.report)
             if report.get("ended") == "finished" and self.model.is_dir():
@@ -239,42 +248,42 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the step lines of a log, empty for a missing file, and the number of invalid lines."""
+    """Return a log's records, and the number of invalid lines; both empty for a missing file."""
     # A line is invalid if a kill cut it, or while it is being written.
-    rows, invalid = [], 0
+    records, invalid = [], 0
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return [], 0
     for line in filter(str.strip, lines):
         try:
-            row = parse_json(line)
+            record = parse_json(line)
         except ValueError:
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
         else:
             invalid += 1
-    return rows, invalid
+    return records, invalid
 
 
 def record_start(
     folder: RunFolder,
     step: int,
-    total: int,
+    total_steps: int,
     seed: int,
     devices: list[tuple[str, str]],
     data: Mapping[str, str],
 ) -> None:
     """Add a start to `run.json`, and write uncommitted changes to `git/step_N.diff`.
 
-    devices: host and device of every rank; data: the fingerprint.
+    devices: (host, device) of every rank; data: hashes of the data's parts by name.
     """
     repositories, changes = _repositories()
     start = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": step,
-        "total_steps": total,
+        "total_steps": total_steps,
         "command": redact_values(list(sys.orig_argv)),
         "directory": str(Path.cwd()),
         "devices": [
@@ -286,16 +295,16 @@ def record_start(
         "seed": seed,
         "data": dict(data),
     }
-    record = read_record(folder.path)
-    record["starts"] = [*record.get("starts", []), start]
-    write_json(folder.record, record, indent=1)
+    content = read_starts(folder.path)
+    content["starts"] = [*content.get("starts", []), start]
+    write_json(folder.starts, content, indent=1)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
-        hidden = _SECRET.sub(rf"\1{HIDDEN}", redact(changes))
-        write_text(folder.path / "git" / f"step_{step}.diff", hidden)
+        diff = _SECRET.sub(rf"\1{HIDDEN}", redact(changes))
+        write_text(folder.path / "git" / f"step_{step}.diff", diff)
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_starts(folder: Path) -> dict[str, Any]:
     """Return the contents of `run.json`, empty without it; OSError if unreadable now."""
     return _read_json(folder / "run.json")
 
@@ -303,12 +312,12 @@ def read_record(folder: Path) -> dict[str, Any]:
 def tracker_id(
     folder: RunFolder, tracker: str, create: Callable[[], str], renew: bool = False
 ) -> str:
-    """Return the run's id at a tracker from `run.json`; `create` makes it first, or to renew it."""
-    record = read_record(folder.path)
-    ids = record.setdefault("trackers", {})
+    """Return the run's id at a tracker from `run.json`; with `renew`, or without one, a new id."""
+    content = read_starts(folder.path)
+    ids = content.setdefault("trackers", {})
     if renew or tracker not in ids:
         ids[tracker] = create()
-        write_json(folder.record, record, indent=1)
+        write_json(folder.starts, content, indent=1)
     return str(ids[tracker])
 
 
@@ -324,18 +333,18 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
-    """Return facts on the repositories of the package and of the user, and all their changes."""
+    """Return name and commit of the package's and the user's repository, and all their changes."""
     repositories, changes = [], ""
     folders = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel") for folder in folders)
     for root in (root.strip() for root in roots if root):
-        commit, state = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), *_STATUS)
+        commit, status = _git(Path(root), "rev-parse", "HEAD"), _git(Path(root), *_STATUS)
         diff = _git(Path(root), *_DIFF)
         repositories.append(
             {
                 "repository": Path(root).name,
                 "commit": (commit or "").strip(),
-                "changed": state != "",  # also where git does not answer in time
+                "changed": status != "",  # also if git does not answer in time
             }
         )
         if diff and len(diff) > _LONGEST_DIFF:
@@ -362,33 +371,33 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def write_report(
     folder: RunFolder | None,
-    ended: str,
+    ending: str,
     progress: Progress,
     record: dict[str, Any],
     engine: Engine,
-    total: int,
+    total_steps: int,
 ) -> dict[str, Any]:
     """Return the summary of a run, and write it on rank 0 (`folder` is None on other ranks).
 
-    ended: "finished", "stopped" (by a signal), "paused" or "failed".
+    ending: "finished", "stopped" (by a signal), "paused" or "failed"; record: the last one logged.
     """
     report: dict[str, Any] = {
-        "ended": ended,
+        "ended": ending,
         "step": progress.step,
-        "total_steps": total,
+        "total_steps": total_steps,
         "samples": progress.samples,
         "trained_samples": progress.trained_samples,
         "seconds": progress.seconds,
         "samples_per_second": (
             progress.trained_samples / progress.seconds if progress.seconds else None
         ),
-        "resumed_at_steps": progress.resumed,
+        "resumed_at_steps": progress.resume_steps,
         "non_finite_steps": progress.non_finite,
         "skipped_samples": progress.skipped,
-        "skipped_examples": progress.examples,
+        "skipped_examples": progress.skipped_examples,
         "best": None
         if progress.best_step is None
-        else {"step": progress.best_step, **progress.best_figures},
+        else {"step": progress.best_step, **progress.best_metrics},
         "last_log": flatten(record),
         "ranks": engine.world_size,
         "device": device_name(engine.device),
@@ -410,7 +419,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes of a GPU's tensors, on a CPU of this rank's process."""
+    """Return the peak memory in bytes: of tensors on a GPU, else of this rank's process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

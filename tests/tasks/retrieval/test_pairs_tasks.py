@@ -104,10 +104,10 @@ def test_a_model_that_ranks_hold_in_parts_is_validated_by_its_whole_parameters(s
         parameter.data = torch.empty(0)
     selection.validate(progress := Progress(), lambda: moved)
     assert (
-        progress.best_figures
+        progress.best_metrics
         == evaluate_task(expected, [shards], options=EvalOptions(resamples=1)).metrics
     )
-    assert progress.best_figures != before.best_figures
+    assert progress.best_metrics != before.best_metrics
 
 
 @pytest.mark.parametrize("kind", ["retrieval", "grounding"])

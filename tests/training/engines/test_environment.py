@@ -68,6 +68,14 @@ def test_tasks_of_srun_are_ranks(clean, nodes, address):
     assert distributed.threads == [2]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("text", ["WORLD_SIZE=2", "RANK=1", "WORLD_SIZE=two", "SLURM_PROCID=1"])
+def test_half_of_a_ranks_variables_is_refused(clean, text):
+    clean.setenv(*text.split("="))
+    clean.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(ConfigError, match="which is no rank: unset these variables"):
+        prepare_environment()
+
+
 def test_one_task_of_slurm_may_start_a_launcher(clean):
     clean.setenv("SLURM_PROCID", "0")
     prepare_environment()

@@ -29,6 +29,7 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 def prepare_environment() -> None:
     """Set missing variables of launchers, so that a plain `python` is rank 0 of 1."""
     _read_slurm_ranks()
+    _require_rank()
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -73,13 +74,13 @@ def allow_open_files() -> int:
 def _read_slurm_ranks() -> None:
     """Set the variables of launchers for `srun -n N python launch/pretrain.py`."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "RANK" in os.environ or tasks == "1" or "SLURM_PROCID" not in os.environ:
+    if "RANK" in os.environ or tasks in ("", "1") or "SLURM_PROCID" not in os.environ:
         return
     local = re.split("[(,]", os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks))[0]  # "8(x2),4"
     os.environ |= {
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
-        "LOCAL_RANK": os.environ["SLURM_LOCALID"],
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", ""),
         "LOCAL_SIZE": local,
     }
     # On several nodes MASTER_ADDR must be set, as pretrain.slurm does.
@@ -87,6 +88,22 @@ def _read_slurm_ranks() -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def _require_rank() -> None:
+    """Require that a launcher has set all variables of a rank, or none of them."""
+    # A rank without a number would be rank 0, and wait for the others.
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    values = {name: os.environ[name] for name in names if name in os.environ}
+    rank, world_size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
+    is_complete = len(values) == len(names) or world_size == "1"
+    if is_complete and all(map(str.isdecimal, values.values())) and int(rank) < int(world_size):
+        return
+    listed = " ".join(f"{name}={value}" for name, value in values.items())
+    raise ConfigError(
+        f"the environment has {listed}, which is no rank: unset these variables to train in one "
+        "process, or start the ranks by a launcher"
+    )
 
 
 def cores_of_rank() -> int:
