@@ -18,7 +18,7 @@ from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
 BLOCK = tarfile.BLOCKSIZE
 
 # Bytes of the headers of one file, with a long name and attributes (icons on some systems). Larger
-# sizes are refused before memory is allocated.
+# attributes are passed over before memory is allocated.
 _MAX_HEADERS = 2**20
 
 _MAX_CONTENT = 2**28  # bytes of a file that is read into memory
@@ -117,6 +117,9 @@ def members_in(
                 # Links could point anywhere; devices and sparse files hold no image.
                 if not info.isreg() or info.issparse():
                     continue
+                # The header with the whole of a long name may have been passed over.
+                if headers.is_incomplete and len(info.name) >= tarfile.LENGTH_NAME:
+                    continue
                 name = readable(info.name)
                 if info.offset_data + info.size > size:
                     return members, f"cut off inside {name}"
@@ -137,12 +140,17 @@ class _HeaderReader:
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
         self._size = size
-        self._left = _MAX_HEADERS
+        self.next_member()
 
     def next_member(self) -> None:
         self._left = _MAX_HEADERS
+        self.is_incomplete = False  # a header of the member was passed over
 
     def read(self, size: int) -> bytes:
+        if size > max(self._left, BLOCK):
+            self.seek(self.tell() + size)
+            self.is_incomplete = True
+            return b""
         if not 0 <= size <= self._left:
             raise tarfile.ReadError(f"a file with more than {_MAX_HEADERS} bytes of headers")
         self._left -= size
@@ -166,9 +174,9 @@ def _headers(
             raise tarfile.ReadError(f"{readable(info.name)} is said to hold {info.size} bytes")
         # tarfile would keep all headers in memory.
         archive.members = []  # type: ignore[attr-defined]
+        yield info
         if reader is not None:
             reader.next_member()
-        yield info
 
 
 def _trailing_damage(file: IO[bytes], end: int) -> str | None:
