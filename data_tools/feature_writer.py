@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -18,8 +19,7 @@ from vlp import distributed
 from vlp.config import ConfigError
 from vlp.data.features.store import (
     BAD,
-    CODE_DTYPE,
-    FILE_DTYPES,
+    CHECKSUM_DTYPE,
     FLIPPED,
     HEADER_NAME,
     PLAIN,
@@ -28,13 +28,14 @@ from vlp.data.features.store import (
     TowerKey,
     file_paths,
     is_complete,
+    layouts,
     shards_sha256,
 )
 from vlp.data.image.decode import EncodedImage, pil_to_tensor
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.shards.index import npy_header
 from vlp.data.shards.remote import ShardCache, is_url
-from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.sample_files import KINDS, BadSample, RawSample
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.stream.loader import open_loader, worker_settings
 from vlp.data.stream.rng import make_rng
@@ -120,6 +121,7 @@ class Views(NamedTuple):
 
     levels: Tensor  # (good samples, views, 3, side, side), uint8
     codes: Tensor  # (samples, views): PLAIN, FLIPPED, or BAD plus the kind of fault
+    checksums: Tensor  # (samples,): CRC-32 of the encoded images, 0 where they cannot be read
 
 
 class ViewBlocks(Dataset[Views]):
@@ -142,10 +144,13 @@ class ViewBlocks(Dataset[Views]):
         """Return the views of a block; `levels` lacks the bad samples."""
         block, views = self._blocks[number], self._header.views
         codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
+        checksums = torch.zeros(len(block.samples), dtype=torch.int64)
         levels = []
         for row, sample in enumerate(block.samples):
             try:
-                view_levels, flipped = self._views(block, sample)
+                raw = self._sources[block.source].read(block.shard, sample)
+                checksums[row] = zlib.crc32(raw.image)
+                view_levels, flipped = self._views(block, sample, raw)
             except BadSample as bad:
                 codes[row] = BAD + self._header.kinds.index(bad.kind)
                 continue
@@ -153,13 +158,11 @@ class ViewBlocks(Dataset[Views]):
             codes[row, flipped] = FLIPPED
         side = self._header.image_size
         empty = torch.empty(0, views, 3, side, side, dtype=torch.uint8)
-        return Views(torch.stack(levels) if levels else empty, codes)
+        return Views(torch.stack(levels) if levels else empty, codes, checksums)
 
-    def _views(self, block: SampleBlock, sample: int) -> tuple[Tensor, list[int]]:
+    def _views(self, block: SampleBlock, sample: int, raw: RawSample) -> tuple[Tensor, list[int]]:
         """Return levels (views, 3, side, side) of a sample, and the indices of flipped views."""
-        index, header = self._sources[block.source], self._header
-        raw = index.read(block.shard, sample)
-        shard = index.shards[block.shard].name
+        header, shard = self._header, self._sources[block.source].shards[block.shard].name
         image = EncodedImage(raw.image, raw.where)
         levels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
         flipped = []
@@ -259,25 +262,24 @@ class FeatureWriter:
         starts = samples[::step]
         return [SampleBlock(source, shard, samples[start : start + step]) for start in starts]
 
-    def _paths(self, source: int, shard: int) -> tuple[Path, Path]:
+    def _paths(self, source: int, shard: int) -> list[Path]:
         return file_paths(self.folder, source, self.sources[source].shards[shard].name)
 
     def _write_shard(self, source: int, shard: int, blocks: islice[Views], bar: tqdm) -> int:
-        """Write both files of a shard; returns the number of bad samples."""
-        header, bad = self.header, 0
-        shape = self.sources[source].shards[shard].samples, header.views
-        features_path, codes_path = self._paths(source, shard)
-        # Committed last, the file of features shows that the shard is complete.
-        with (
-            atomic_write(features_path, durable=True, error=ConfigError) as features,
-            atomic_write(codes_path, durable=True, error=ConfigError) as codes,
-        ):
-            file_shape = (*shape, header.tokens, header.width)
-            features.write(npy_header(FILE_DTYPES[header.dtype], file_shape))
-            codes.write(npy_header(CODE_DTYPE, shape))
+        """Write the files of a shard; returns the number of bad samples."""
+        bad, samples = 0, self.sources[source].shards[shard].samples
+        with ExitStack() as stack:
+            # Committed last, the file of features shows that the shard is complete.
+            features, codes, checksums = files = [
+                stack.enter_context(atomic_write(path, durable=True, error=ConfigError))
+                for path in self._paths(source, shard)
+            ]
+            for file, layout in zip(files, layouts(self.header, samples), strict=True):
+                file.write(npy_header(*layout))
             for block in blocks:
                 features.write(self._encode(block).numpy())
                 codes.write(block.codes.numpy())
+                checksums.write(block.checksums.numpy().astype(CHECKSUM_DTYPE))
                 bad += int((block.codes[:, 0] >= BAD).sum())
                 bar.update(len(block.codes))
         return bad

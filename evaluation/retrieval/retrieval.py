@@ -151,7 +151,7 @@ class StoredSamples(Samples):
             return super()._image(position, data, where, min_size)
         folder, shard, sample, _ = self._items.place(position)
         # Raises BadSample for a sample whose image could not be encoded.
-        self._stored[folder].views(shard, sample, False, where)
+        self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)
 
 

@@ -31,7 +31,8 @@ from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform
 from vlp.data.pretrain import PretrainData
 from vlp.data.schema import Annotation
-from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
+from vlp.data.shards.sample_files import DataError
+from vlp.data.shards.shard_reader import ShardIndex, ShardWriter, index_folder
 from vlp.data.stream.batch import Batch
 from vlp.data.stream.rng import make_rng
 from vlp.models.vlp import VLPModel
@@ -143,7 +144,7 @@ def test_images_that_are_not_augmented_have_their_plain_view(shards, configurati
     rows = batch.pixels[batch.valid]
     assert len(rows)
     assert all((row == plain).flatten(1).all(1).any() for row in rows)
-    assert stored.views(0, 0, True, "") == [0]
+    assert stored.views(0, 0, data_of(config).indices[0].read(0, 0).image, True, "") == [0]
 
 
 def test_features_of_other_settings_are_refused(shards, configuration, tmp_path):
@@ -185,6 +186,14 @@ def test_missing_and_damaged_features_are_refused(shards, configuration, tmp_pat
     header.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         data_of(config, f"data.features={out}")
+    # A shard that was rewritten with the same lengths: its index is as before.
+    make_features(config, tmp_path / "again")
+    shard = shards / "shard-000002.tar"
+    content, image = shard.read_bytes(), ShardIndex.open(shards).read(2, 1).image
+    shard.write_bytes(content.replace(image, image[:-9] + os.urandom(9)))
+    index_folder(shards)
+    with pytest.raises(DataError, match=r"k15: another image .* delete .*shard-000002\.npy"):
+        list(data_of(config, f"data.features={tmp_path / 'again'}").batches(stop_after=5))
 
 
 def test_sources_may_be_fewer_and_in_another_order(make_shards, configuration, tmp_path):
@@ -214,7 +223,7 @@ def tower_of(config):
 
 
 def arrays(folder):
-    names = sorted(path.stem for path in (folder / "0").glob("*.npy") if "views" not in path.name)
+    names = sorted(path.stem for path in (folder / "0").glob("*.npy") if "." not in path.stem)
     return [(np.load(folder / "0" / f"{n}.npy"), np.load(folder / "0" / f"{n}.views.npy"))
             for n in names]  # fmt: skip
 

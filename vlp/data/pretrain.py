@@ -184,7 +184,8 @@ class CaptionedSamples(Dataset[Slot]):
         else:
             # Stored views were augmented when they were written.
             stored = self.features[source]
-            views = stored.views(shard, sample, not mentions_side(caption), raw.where)
+            may_flip = not mentions_side(caption)
+            views = stored.views(shard, sample, raw.image, may_flip, raw.where)
             load_pixels = partial(stored.read, shard, sample, int(rng("view").choice(views)))
         slot = Slot(
             pixels=None,

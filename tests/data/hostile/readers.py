@@ -39,7 +39,7 @@ from vlp.data.labelled_images import open_labelled
 from vlp.data.pretrain import PretrainData
 from vlp.data.shards.index import survey
 from vlp.data.shards.remote import RemoteFolder
-from vlp.data.shards.sample_files import KINDS, BadSample
+from vlp.data.shards.sample_files import KINDS, BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
 from vlp.data.stream.batch import Inputs, PatchMasking
 from vlp.data.stream.sampler import Request, SampleIndex
@@ -309,10 +309,11 @@ def make_features(folder):
         sources=(FeatureSource(name="s", shards=2, samples=10, index=shards_sha256(index.shards)),),
     ).write(folder)
     for shard in index.shards:
-        features, codes = file_paths(folder, 0, shard.name)
+        features, codes, checksums = file_paths(folder, 0, shard.name)
         features.parent.mkdir(exist_ok=True)
         np.save(features, np.zeros((5, 2, 3, 4), "<f2"))
         np.save(codes, np.zeros((5, 2), "u1"))
+        np.save(checksums, np.zeros(5, "<u4"))
 
 
 def read_features(folder, before, target):
@@ -321,8 +322,8 @@ def read_features(folder, before, target):
     sources = stored.require(Preprocessing(16), [index])
     for shard in range(2):
         for sample in range(5):
-            with contextlib.suppress(BadSample):
-                for view in sources[0].views(shard, sample, True, "x"):
+            with contextlib.suppress(BadSample, DataError):
+                for view in sources[0].views(shard, sample, b"", True, "x"):
                     sources[0].read(shard, sample, view)
 
 

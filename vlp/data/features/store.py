@@ -1,13 +1,15 @@
 """Stored features of images: a memory-mapped array per shard, and a header that names the tower.
 
 `FOLDER/features.json` is the header; `FOLDER/S/SHARD.npy` holds (samples, views, tokens, width) of
-source S, and `SHARD.views.npy` (samples, views) codes. The array gets its name last.
+source S, `SHARD.views.npy` (samples, views) codes, and `SHARD.images.npy` (samples,) CRC-32 of the
+encoded images. `SHARD.npy` gets its name last.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from itertools import islice
 from math import prod
@@ -23,7 +25,7 @@ from vlp.config import ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.index import LRUCache, ShardTable, npy_header
-from vlp.data.shards.sample_files import BadSample
+from vlp.data.shards.sample_files import BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex
 from vlp.io import write_json
 
@@ -148,6 +150,7 @@ PLAIN, FLIPPED, BAD = 0, 1, 2
 # NumPy has no bfloat16: its bits are stored.
 FILE_DTYPES: dict[str, np.dtype] = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
 CODE_DTYPE: np.dtype = np.dtype("u1")
+CHECKSUM_DTYPE: np.dtype = np.dtype("<u4")
 
 _MAX_OPEN_FILES = 128
 
@@ -216,7 +219,7 @@ class SourceFeatures:
         dtype: torch.dtype = getattr(torch, header.dtype)
         self.blank = torch.zeros(header.tokens, header.width, dtype=dtype)
         self._shards = [(entry.name, entry.samples) for entry in index.shards]
-        self._files: LRUCache[tuple[np.ndarray, np.ndarray]] = LRUCache(_MAX_OPEN_FILES)
+        self._files: LRUCache[list[np.ndarray]] = LRUCache(_MAX_OPEN_FILES)
         incomplete = [
             shard
             for shard, (_, samples) in enumerate(self._shards)
@@ -229,12 +232,20 @@ class SourceFeatures:
                 f"{MAKE}"
             )
 
-    def views(self, shard: int, sample: int, flipped: bool, where: str) -> list[int]:
-        """Return the indices of a sample's views; raises BadSample for a bad image.
+    def views(self, shard: int, sample: int, image: bytes, flipped: bool, where: str) -> list[int]:
+        """Return the indices of a sample's views, with `flipped` also of flipped ones.
 
-        With `flipped` they include flipped views.
+        Raises BadSample for a bad image, DataError if `image`, the sample's now, is another one
+        than was encoded.
         """
-        codes = self._open(shard)[1][sample].tolist()
+        _, codes_of_samples, checksums = self._open(shard)
+        # A shard may be rewritten with the same lengths, which leaves its index as it was.
+        if zlib.crc32(image) != checksums[sample]:
+            raise DataError(
+                f"{where}: another image than that of its stored features; delete "
+                f"{self._paths(shard)[0]} and write it again with: {MAKE}"
+            )
+        codes = codes_of_samples[sample].tolist()
         if codes[0] >= BAD:
             kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # if damaged
             raise BadSample(kinds[0], where)
@@ -247,14 +258,16 @@ class SourceFeatures:
         bits = np.array(self._open(shard)[0][sample, view]).view(np.int16)
         return torch.from_numpy(bits).view(self.blank.dtype)
 
-    def _open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        def load() -> tuple[np.ndarray, np.ndarray]:
-            features, codes = self._paths(shard)
-            return np.load(features, mmap_mode="r"), np.load(codes)
+    def _open(self, shard: int) -> list[np.ndarray]:
+        """Return a shard's features, codes of views, and checksums of images."""
+
+        def load() -> list[np.ndarray]:
+            features, *others = self._paths(shard)
+            return [np.load(features, mmap_mode="r"), *map(np.load, others)]
 
         return self._files.get(shard, load)
 
-    def _paths(self, shard: int) -> tuple[Path, Path]:
+    def _paths(self, shard: int) -> list[Path]:
         return file_paths(self.folder, self.number, self._shards[shard][0])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -262,18 +275,22 @@ class SourceFeatures:
         return self.__dict__ | {"_files": LRUCache(_MAX_OPEN_FILES)}
 
 
-def file_paths(folder: Path, source: int, shard: str) -> tuple[Path, Path]:
-    """Return the paths of a shard's features and of the codes of their views."""
-    stem = folder / str(source) / shard.removesuffix(".tar")
-    return stem.with_name(f"{stem.name}.npy"), stem.with_name(f"{stem.name}.views.npy")
+def file_paths(folder: Path, source: int, shard: str) -> list[Path]:
+    """Return the paths of a shard's features, codes of views, and checksums of images."""
+    stem = shard.removesuffix(".tar")
+    return [folder / str(source) / f"{stem}{end}" for end in (".npy", ".views.npy", ".images.npy")]
 
 
-def is_complete(header: FeatureHeader, paths: tuple[Path, Path], samples: int) -> bool:
-    """Return whether both files of a shard of `samples` samples exist in full length."""
-    codes = samples, header.views
-    features = *codes, header.tokens, header.width
-    arrays = (FILE_DTYPES[header.dtype], features), (CODE_DTYPE, codes)
-    for path, (dtype, shape) in zip(paths, arrays):
+def layouts(header: FeatureHeader, samples: int) -> list[tuple[np.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of the files of a shard, in the order of `file_paths`."""
+    views = samples, header.views
+    features = FILE_DTYPES[header.dtype], (*views, header.tokens, header.width)
+    return [features, (CODE_DTYPE, views), (CHECKSUM_DTYPE, (samples,))]
+
+
+def is_complete(header: FeatureHeader, paths: Sequence[Path], samples: int) -> bool:
+    """Return whether all files of a shard of `samples` samples exist in full length."""
+    for path, (dtype, shape) in zip(paths, layouts(header, samples), strict=True):
         start = npy_header(dtype, shape)
         try:
             if path.stat().st_size != len(start) + dtype.itemsize * prod(shape):
