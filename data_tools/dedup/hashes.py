@@ -24,7 +24,7 @@ from scipy.sparse.csgraph import connected_components
 from typer import Option
 
 from data_tools.executor import Executor, raise_if_stopped
-from data_tools.options import WorkerOptions
+from data_tools.options import WorkerOptions, require_writable
 from data_tools.shards import Shard, ShardReader, hash_name, scan
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image, open_image
@@ -68,6 +68,9 @@ class NearOptions(WorkerOptions):
     out: Annotated[Path, Option(metavar="LIST", help="list of keys to write")]
     exact: Annotated[bool, Option("--exact", help="the same bytes only")] = False
 
+    def __post_init__(self) -> None:
+        require_writable(self.out)
+
     @property
     def max_distance(self) -> int | None:
         """Return the maximum of 64 bits in which near-duplicates differ; None with --exact."""
@@ -77,9 +80,17 @@ class NearOptions(WorkerOptions):
         """Return the hashes of all images; LIST.hashes keeps them for the next run."""
         folder = self.out.with_name(self.out.name + ".hashes")
         work = partial(_store_hashes, folder=folder)
-        parts = [np.load(path) for _, path in scan(work, shards, self.workers(), title)]
-        shard = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        return HashedImages(shards, np.concatenate(parts), shard)
+        parts, damaged = [], []
+        for shard, (path, problem) in scan(work, shards, self.workers(), title):
+            parts.append(np.load(path))
+            damaged += [] if problem is None else [f"{shard}: {problem}"]
+        if damaged:
+            print(
+                f"  careful: {len(damaged)} shards are damaged; images behind the damage are not "
+                f"compared (first: {damaged[0]})"
+            )
+        shard_index = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+        return HashedImages(shards, np.concatenate(parts), shard_index)
 
 
 class HashedImages(NamedTuple):
@@ -148,19 +159,22 @@ def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
     return _BIT_COUNTS[different[..., None].view(np.uint16)].sum(-1, dtype=np.int64)
 
 
-def _store_hashes(shard: Shard, folder: Path) -> Path:
-    """Write the RECORDs of a shard, unless they are there; returns their file."""
+def _store_hashes(shard: Shard, folder: Path) -> tuple[Path, str | None]:
+    """Write the RECORDs of a shard, unless they are there; returns their file and the damage."""
     status = shard.path.stat()
     identity = f"{shard.path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{HASH_VERSION}"
     path = folder / f"{shard.path.stem}-{hash_name(identity):016x}.npy"
-    if not path.is_file():
-        with ShardReader(shard.path) as reader:
-            numbers = range(len(reader.samples))
-            records = [record for number in numbers for record in _records(reader, number)]
-        # Commands that run at the same time may write this file, each under a name of its own.
-        with atomic_write(path, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
-            np.save(file, np.array(records, dtype=RECORD))
-    return path
+    if path.is_file():
+        return path, None
+    with ShardReader(shard.path) as reader:
+        numbers = range(len(reader.samples))
+        records = [record for number in numbers for record in _records(reader, number)]
+    # Under another name, so that the next run reports the damage again.
+    path = path if reader.problem is None else path.with_suffix(".damaged.npy")
+    # Commands that run at the same time may write this file, each under a name of its own.
+    with atomic_write(path, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
+        np.save(file, np.array(records, dtype=RECORD))
+    return path, reader.problem
 
 
 def _read_keys(job: tuple[Shard, Iterable[int]]) -> list[str]:

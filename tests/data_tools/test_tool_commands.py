@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 
@@ -47,6 +48,21 @@ def test_vocabulary_of_everything_that_is_said(tmp_path):
         text = TextProcessor.load(tmp_path / texts, 40)
         words = set(text.words("aa bb cc dd ee ff gg hh ii jj kk"))
         assert len([word for word in words if len(word) == 2 and word[0] == word[1]]) == known
+
+
+@pytest.mark.parametrize(
+    "command", ["stats", "peek", "dedup", "overlap --evaluation . --pretraining", "vocabulary"]
+)
+def test_a_file_that_cannot_be_written_is_refused_at_once(command, shards, tmp_path, capsys):
+    shutil.copy(shards / "shard-000000.tar", tmp_path / "0.tar")
+    options = ["--size", "60", "--shards"] if command == "vocabulary" else []
+    (tmp_path / "words" / "tokenizer.json").mkdir(parents=True)
+    for out, problem in (("words", "is a folder"), ("0.tar/x", "it lies below a file")):
+        arguments = [*command.split(), *options, str(tmp_path), "--out", str(tmp_path / out)]
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert problem in said
+        assert "%" not in said  # no work was begun
 
 
 def test_the_tools_do_not_wait_for_pytorch():

@@ -91,6 +91,10 @@ def test_what_is_left_alone(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "2 images cannot be decoded" in printed
     assert "3 images of one colour" in printed
+    (folder / "1.tar").write_bytes((folder / "0.tar").read_bytes()[:-30_000])
+    for _ in range(2):
+        assert run("dedup", folder, "--out", out) == 0
+        assert "careful: 1 shards are damaged" in capsys.readouterr().out
 
 
 def test_hashes_are_kept_and_taken_again(tmp_path, monkeypatch):
