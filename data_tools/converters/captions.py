@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AliasChoices, Field, ValidationError
@@ -372,9 +372,12 @@ def _official_part(
                 objects = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
+            # Other data sets in COCO's layout, such as VizWiz, count their images from 0: an id of
+            # theirs is not COCO's image.
+            is_coco = PurePosixPath(image.file_name).stem.endswith(f"{image.id:012d}")
             annotation = Annotation(
                 captions=texts,
-                source="coco",
+                source="coco" if is_coco else None,
                 image_id=str(image.id),
                 url=image.coco_url,
                 flickr_url=image.flickr_url,

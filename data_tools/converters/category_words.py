@@ -86,8 +86,8 @@ class CategoryWords:
 
     def is_other_file(self, image_id: int, file_name: str) -> bool:
         """Return whether the instances' image of an id has another file name."""
-        path = self._files.get(image_id, "")
-        return path != "" and not ends_alike(path, file_name)
+        path = self._files.get(image_id, "").replace("\\", "/")
+        return path != "" and not ends_alike(path, file_name.replace("\\", "/"))
 
     def size(self, image_id: int) -> tuple[int, int] | None:
         """Return the (width, height) in pixels that an image's boxes refer to; None if unknown."""
@@ -144,7 +144,7 @@ class CategoryWords:
         for category in parse_rows(members(content, path, "categories"), _Category, faults):
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
-                *first, last = _words(name)
+                *first, last = _words(name.replace("_", " "))  # LVIS has `aerosol_can`
                 plurals = _plurals(last)
                 self._plurals.update(plurals)
                 for form in (last, *plurals):

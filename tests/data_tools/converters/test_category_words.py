@@ -4,7 +4,7 @@ from benchmark_files import json_of
 from data_tools.converters.category_words import CategoryWords
 from vlp.config import ConfigError
 
-NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog"]
+NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog", "aerosol_can"]
 BOX = [1.0, 2.0, 3.0, 4.0]
 
 
@@ -25,6 +25,7 @@ def made(folder, objects, faults=None):
     [
         ("A dog.", [(1, "dog", "dog")]),
         ("Two dogs", [(1, "dogs", "dog")]),
+        ("an aerosol can", [(2, "can", "aerosol_can")]),
         ("people with teddy bears", [(0, "people", "person"), (3, "bears", "teddy bear")]),
         (
             "men, ladies, kids",

@@ -166,6 +166,7 @@ CASES = {
                     {"id": 5},
                     *({"id": 6, "file_name": name} for name in ("6.jpg", "7.jpg")),
                     *({"id": n, "file_name": f"{n}/x.jpg"} for n in (8, 9)),
+                    {"id": 12, "file_name": f"{COCO.format(12)}.jpg"},
                 ],
                 "annotations": [
                     {"id": 0, "image_id": 8, "caption": "eight"},
@@ -176,16 +177,19 @@ CASES = {
                     {"id": 4, "caption": "of nobody"},
                     {"id": 5, "image_id": 3, "caption": "three"},
                     {"id": 6, "image_id": 4, "caption": "four"},
+                    {"id": 7, "image_id": 12, "caption": "twelve"},
                 ],
             },
             **photos("1.jpg", "2.jpg", "3.jpg", "6.jpg", "7.jpg", "8/x.jpg", "9/x.jpg"),
+            **photos(f"{COCO.format(12)}.jpg"),
         },
         {
             "toy": {
-                "1": {"captions": ["one"], "source": "coco"},
+                "1": {"captions": ["one"], "source": None},
                 "3": {"captions": ["three"]},
                 "8_x": {"captions": ["eight"], "image_id": "8"},
                 "9_x": {"captions": ["nine"]},
+                COCO.format(12): {"captions": ["twelve"], "source": "coco", "image_id": "12"},
             }
         },
         {
@@ -673,11 +677,6 @@ def test_other_and_missing_annotations_are_refused(case, run, tmp_path, capsys):
         assert run("out") == 2
         assert file in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
-
-
-def test_images_that_are_nowhere_are_refused(run, tmp_path, capsys):
-    assert run("out", "--images", str(tmp_path / "no")) == 2
-    assert "no such folder, tar or zip" in capsys.readouterr().err
 
 
 def test_splits_are_chosen(case, run, tmp_path, capsys):
