@@ -46,6 +46,7 @@ EMPTY, LINK, LONG = "empty caption", "caption of a URL alone", "caption too long
 _JOINERS = "\u200c\u200d"
 _ENTITY = re.compile(r"&(?:#\d{2,7}|#[xX][0-9a-fA-F]{2,6}|[A-Za-z]\w*)(?:;|(?![\w=]))")
 _PERSON = re.compile(r"<\s*person\s*>", re.IGNORECASE)
+_PHRASE = re.compile(r"\[/EN#\d+\S* ([^\]]*)\]")  # with its entity in Flickr30k Entities
 _URL = re.compile(r"(?:https?://|www\.)\S+", re.IGNORECASE)
 
 
@@ -53,7 +54,7 @@ def clean_caption(text: str) -> str:
     """Decode HTML entities, drop invisible characters, normalise Unicode (NFC) and spaces."""
     # Twice, as some crawls escape entities twice.
     text = _ENTITY.sub(_decode_entity, _ENTITY.sub(_decode_entity, text))
-    text = unicodedata.normalize("NFC", text)
+    text = unicodedata.normalize("NFC", _PHRASE.sub(r"\1", text))
     # Printable ASCII, the usual case, needs no look at each character.
     if not text.isascii() or not text.isprintable():
         text = "".join(map(_visible_form, text))

@@ -117,7 +117,16 @@ class FileTree(Originals):
                 elif "/" in name:
                     self._claims.add(path)
                 return path
-        return self._names.find(name)
+        match = self._names.find(name)
+        # A table beside images names these: an equal base name elsewhere is another image's.
+        is_elsewhere = match is not None and not match.startswith(f"{folder}/")
+        return None if is_elsewhere and folder in self._image_folders else match
+
+    @cached_property
+    def _image_folders(self) -> set[str]:
+        """Return the folders with images, in them or in their subfolders."""
+        folders = map(PurePosixPath, {path.rpartition("/")[0] for path in self.images})
+        return {str(parent) for folder in folders for parent in (folder, *folder.parents)}
 
     @cached_property
     def _names(self) -> FileNames:

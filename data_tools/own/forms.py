@@ -138,7 +138,9 @@ def recognise(
             title = "an imagefolder of Hugging Face"
         elif len(matches) > 1 and not arrow_files:
             title = f"{len(matches)} tables, the first of them {title}"
-        notes = [f"{match.path}: {match.columns}" for match in matches[:3]]
+        notes = [
+            f"{match.path}: {match.columns.describe(match.table.columns)}" for match in matches[:3]
+        ]
         notes += _unread_tables(tables, [match.path for match in matches])
         rows = _table_images(matches, tree, faults, base)
         # A table that the user names may describe some of the images only.
@@ -486,7 +488,8 @@ def hub_form(
                 yield UserImage(image, captions, split_name(row_split))
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
-    return Form(title, [f"{place}: {columns}"], rows(), covers_all_images=False)
+    notes = [f"{place}: {columns.describe(column_names)}"]
+    return Form(title, notes, rows(), covers_all_images=False)
 
 
 def _without_decoding(part: Any, datasets: Any) -> Any:

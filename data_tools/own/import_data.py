@@ -33,6 +33,7 @@ from data_tools.own.forms import (
 from data_tools.own.tables import ColumnOverrides
 from data_tools.rows import Faults
 from vlp.config import ConfigError
+from vlp.data.file_names import split_of
 from vlp.data.image.decode import decoder_errors, open_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
@@ -133,15 +134,15 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
                 print(f"  {readable(line)}")
             images, dropped = _clean_images(form, tree, faults, options)
             tree.flush()
-            if not options.split_column and not any(image.split for image in images):
+            if not options.split_column and not any(split_of(image.split) for image in images):
                 # The folder of a missing image is unknown.
                 paths = {
                     image.image: tree.full_path(image.image)
                     for image in images
                     if tree.find(image.image) is not None
                 }
-                splits = splits_by_name(paths, options.place)
-                images = [image._replace(split=splits.get(image.image)) for image in images]
+                if splits := splits_by_name(paths, options.place):
+                    images = [image._replace(split=splits.get(image.image)) for image in images]
             _require_images_and_captions(images, form, tree, faults, options)
             _print_examples(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)

@@ -30,10 +30,13 @@ CAPTIONS = (
     *("caption", "captions", "text", "texts", "txt", "sentence", "sentences", "raw"),
     *("description", "descriptions", "alt_text", "alt", "comment", "title", "prompt"),
 )
-SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage")
+SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage", "set_name", "dataset")
 
 # Pandas and other tools write these for a missing value.
-_MISSING = {"", "nan", "none", "null", "<null>", "na", "<na>", "n/a", "#n/a", "\\n"}
+_MISSING = {
+    *("", "nan", "none", "null", "<null>", "(null)", "na", "<na>", "n/a", "\\n", "undefined"),
+    *("#n/a", "#name?", "#ref!", "#value!", "#div/0!", "#null!", "#num!", "[object object]"),
+}
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
 # A list, tuple, set or array as Python and NumPy print it; an item (1), before a space (2) if NumPy
 # leaves out the comma, or else what NumPy writes around items.
@@ -45,7 +48,7 @@ _ITEM = re.compile(
     r"|(?:np\.str_|array|list)(?=\()|,\s*dtype=[^\s)]+",
     re.DOTALL,
 )
-_NUMBERED = re.compile(r"(caption|sentence|text|description)_?\d+")
+_NUMBERED = re.compile(r"(caption|sentence|text|description)[_.]?\d+")
 _DEPTH = 3  # of nested lists of captions
 
 
@@ -61,10 +64,14 @@ class Columns(NamedTuple):
         """Return the columns to read."""
         return [self.image, *self.captions, *([self.split] if self.split else [])]
 
-    def __str__(self) -> str:
-        captions = ", ".join(repr(name) for name in self.captions)
+    def describe(self, available: Sequence[str]) -> str:
+        """Return a message on the use of the table's columns, all of which are `available`."""
+        captions = ", ".join(map(repr, self.captions))
         split = f", split from {self.split!r}" if self.split else ""
-        return f"image from column {self.image!r}, captions from {captions}{split}"
+        others = [name for name in available if name not in self.names]
+        unused = f"; not used: {', '.join(map(repr, others[:8]))}" if others else ""
+        more = ", ..." if len(others) > 8 else ""
+        return f"image from column {self.image!r}, captions from {captions}{split}{unused}{more}"
 
 
 class ColumnOverrides(NamedTuple):
@@ -86,9 +93,11 @@ def find_columns(
     image = overrides.image or next((by_name[name] for name in IMAGES if name in by_name), None)
     captions = overrides.captions
     if captions is None:
-        numbered = tuple(name for name in names if _NUMBERED.fullmatch(normalise_name(name)))
+        numbered = [name for name in names if _NUMBERED.fullmatch(normalise_name(name))]
         first = next((by_name[name] for name in CAPTIONS if name in by_name), None)
-        captions = (first,) if first is not None else numbered
+        # pandas calls columns of one name `caption`, `caption.1`, `caption.2`.
+        captions = tuple(name for name in numbered if name.startswith(first or ""))
+        captions = captions if first is None else (first, *captions)
     # Encoded images need no usual name, if a single column has them.
     image_columns = [name for name in bytes_columns if name not in captions]
     if overrides.image is None and image not in image_columns and len(image_columns) == 1:
@@ -99,6 +108,10 @@ def find_columns(
     usual = (SPLITS[0], *(name for name in reversed(by_name) if "split" in name), *SPLITS[1:])
     split = overrides.split or next((by_name[name] for name in usual if name in by_name), None)
     return Columns(image, captions, None if split in (image, *captions) else split)
+
+
+def _may_be_split(name: str) -> bool:
+    return "split" in normalise_name(name) or normalise_name(name) in SPLITS
 
 
 def normalise_name(name: str) -> str:
@@ -220,10 +233,15 @@ def _object_table(objects: Iterator[Located], faults: Faults) -> UserTable | Non
 
     def rows(names: Sequence[str]) -> Iterator[Located]:
         for where, row in chain(head, objects):
-            if isinstance(row, dict):
-                yield where, row
-            else:
+            if not isinstance(row, dict):
                 faults.append(Refused("row of another layout", where))
+                continue
+            if late := [key for key in row if key not in columns and _may_be_split(key)]:
+                raise ConfigError(
+                    f"{where}: none of the first {_HEAD} rows has this {late[0]!r}; give every row "
+                    "one, or null"
+                )
+            yield where, row
 
     return UserTable(columns, rows) if columns else None
 

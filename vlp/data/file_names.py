@@ -12,12 +12,12 @@ from itertools import islice
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 
 SPLIT_NAMES = {
-    "train": ("train", "training", "trainval", "restval"),
+    "train": ("train", "training", "trainval", "restval", "trn"),
     "val": (
         *("val", "valid", "validation", "dev", "devel", "development", "eval", "evaluation"),
-        "minival",
+        *("minival", "validate", "vld"),
     ),
-    "test": ("test", "tests", "testing", "testdev", "devtest", "heldout", "holdout"),
+    "test": ("test", "tests", "testing", "testdev", "devtest", "heldout", "holdout", "tst"),
 }
 
 _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words}

@@ -107,27 +107,6 @@ def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(places, tmp_pa
         assert shard["sha256"] == hashlib.sha256(data).hexdigest()
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5, 11])
-def test_interrupted_and_run_again(places, tmp_path, monkeypatch, stop):
-    build(places, tmp_path / "whole")
-    prepare, calls = shard_job.prepare_image, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) > stop:
-            raise KeyboardInterrupt
-        return prepare(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shard_job, "prepare_image", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            build(places, tmp_path / "twice")
-    assert not list((tmp_path / "twice").glob("*.tmp"))
-    assert len(list((tmp_path / "twice").glob("*.tar"))) == stop // 4
-    build(places, tmp_path / "twice")
-    assert files_of(tmp_path / "twice") == files_of(tmp_path / "whole")
-
-
 def test_a_killed_worker_ends_the_build(places, tmp_path, monkeypatch):
     prepare = shard_job.prepare_image
 
@@ -412,20 +391,6 @@ def test_other_settings_and_other_peoples_shards_are_refused(places, tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match=r"cannot be written .Not a directory"):
         build(places, places / "1.jpg" / "out")
-
-
-def test_two_builds_of_one_folder(places, tmp_path):
-    out = tmp_path / "out"
-
-    def samples():
-        yield wanted(0)
-        with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()} on "):
-            build(places, out)
-        yield wanted(1)
-
-    build(places, out, samples=samples())
-    assert keys_of(out) == [["k000", "k001"]]
-    build(places, out, samples=[wanted(0), wanted(1)])
 
 
 ROOT = Path(__file__).parents[3]

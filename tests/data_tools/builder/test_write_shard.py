@@ -30,6 +30,7 @@ from vlp.data.shards.sample_files import BadSample
         ),
         ("twice &amp;quot;escaped&amp;quot;", 'twice "escaped"'),
         ("<PERSON> and < Person > at home", "person and person at home"),
+        ("[/EN#1/people Two men] and [/EN#23/other/scene a dog]", "Two men and a dog"),
         ("cafe\u0301", "caf\u00e9"),
         ("soft\u00adhyphen\ufeff \u200bzero\u200b", "softhyphen zero"),
         ("line\u2028break\x00and\x1bbell", "line break and bell"),

@@ -56,6 +56,12 @@ def test_columns_that_are_not_known(suffix, tmp_path, refused):
     path.write_bytes(as_csv(table) if suffix == "csv" else as_lines(table))
     for options in ((), ("--image", "which"), ("--image", "which", "--caption", "waht")):
         assert "no columns for images and captions among which, what" in refused(path, *options)
+    table = [
+        {"image": f"{n}.jpg", "caption": "a"} | ({"split": "test"} if n == 60 else {})
+        for n in range(70)
+    ]
+    write(tmp_path, {"late.jsonl": as_lines(table)})
+    assert "late.jsonl, line 61: none of the first 50 rows has" in refused(tmp_path / "late.jsonl")
 
 
 def test_images_that_are_elsewhere(tmp_path, refused):
@@ -74,22 +80,6 @@ def test_images_that_are_elsewhere(tmp_path, refused):
     assert main([*command, "--allow-missing-images"]) == 0
     counted = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
     assert sum(manifest["samples"] for manifest in counted) == 6
-
-
-@pytest.mark.parametrize("name", ["table.tsv", "table.token"])
-def test_a_quotation_mark_in_a_tab_separated_caption_is_the_captions(tmp_path, name):
-    write(tmp_path / "photos", images())
-    said = ['"Sold out" says a sign', '"never closed', 'a 5" cake', "plain", 'the end"']
-    names = sorted(images())
-    lines = [f"{image}#0\t{said[n % len(said)]} {n}" for n, image in enumerate(names)]
-    table = write(tmp_path, {name: "\n".join(lines).encode()}) / name
-    options = ["--images", str(tmp_path / "photos"), "--out", str(tmp_path / "out")]
-    assert main(["import", str(table), *options, "--split", "1", "0", "0"]) == 0
-    stored = ShardIndex.open(tmp_path / "out" / "train")
-    found = [stored.read(0, number).annotation.captions for number in range(len(names))]
-    assert sorted(caption for captions in found for caption in captions) == sorted(
-        f"{said[n % len(said)]} {n}" for n in range(len(names))
-    )
 
 
 def test_images_that_come_later_stay_on_their_side(tmp_path):

@@ -169,11 +169,17 @@ def test_a_caption_ends_where_its_line_does(tmp_path):
     ("name", "text", "first"),
     [
         ("same names.csv", "image,caption,caption\n0.jpg,a,b\n1.jpg,c,\n", ["a", "b"]),
+        ("of pandas.csv", "image,caption,caption.1\n0.jpg,a,b\n1.jpg,c,\n", ["a", "b"]),
         ("escaped.csv", 'image,caption\n0.jpg,"a \\"big\\", dog"\n1.jpg,c\n', ['a "big", dog']),
         ("quoted.tsv", '"image"\t"caption"\n"0.jpg"\t"it says ""a"""\n', ['it says "a"']),
         ("open quote.tsv", 'image\tcaption\n0.jpg\t"a\n1.jpg\tc"\n', ['"a']),
+        (
+            "signs.token",
+            '0.jpg#0\t"Out" it says\n0.jpg#1\ta 5" cake\n1.jpg#0\t"c\n',
+            ['"Out" it says', 'a 5" cake'],
+        ),
         ("open quote.csv", 'image,caption\n0.jpg,z\n0.jpg,"a\n1.jpg,c\n0.jpg,"b"\n', ["z", "b"]),
-        ("nulls.csv", "image,text_1,text_2\n0.jpg,a,NULL\n1.jpg,\\N,c\n0.jpg,#N/A,n/a\n", ["a"]),
+        ("nulls.csv", "image,text_1,text_2\n0.jpg,a,NULL\n1.jpg,\\N,c\n0.jpg,#NAME?,n/a\n", ["a"]),
         (
             "number sign.csv",
             "image,caption\n0.jpg#0,a\n1.jpg,c\n0.jpg#1,b\n0#1.jpg,x\n",
@@ -273,6 +279,23 @@ def test_a_name_that_two_folders_have_is_of_the_named_one(tmp_path, capsys):
     assert run("import", place, "--out", tmp_path / "out", *more) == 0
     said = "32 images, and 16 of them have no caption (first: b/photo 00.jpg): left out"
     assert said in capsys.readouterr().out
+
+
+def test_a_table_beside_images_names_these_alone(tmp_path, capsys):
+    """Else the caption of a missing image goes to another one with the same base name."""
+    files = {f"{part}/{n}.jpg": encoded(photo(n + 9 * (part == "test"))) for part in SPLITS[::2]
+             for n in range(5)}  # fmt: skip
+    table = as_csv([{"image": f"{n}.jpg", "caption": f"of test {n}", "by": "x"} for n in range(5)])
+    files |= {"test/metadata.csv": table, "train/metadata.csv": table.replace(b"test", b"train")}
+    del files["test/3.jpg"]
+    place = write(tmp_path / "mine", files)
+    assert run("import", place, "--out", tmp_path / "out") == 0
+    assert "captions from 'caption'; not used: 'by'\n" in capsys.readouterr().out
+    found = stored(tmp_path / "out")
+    assert {(split, *about.captions) for split, about in found.values()} == {
+        *(("train", f"of train {n}") for n in range(5)),
+        *(("test", f"of test {n}") for n in (0, 1, 2, 4)),
+    }
 
 
 def test_captions_stored_as_bytes(tmp_path, capsys):
