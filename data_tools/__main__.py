@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from vlp.command_line import START_HERE, Command, Group, run_app
+from vlp.command_line import START_HERE, Command, Group, require_output, run_app
 
 # Name -> module and one line of help; the function is called like the command (see _FUNCTIONS).
 COMMANDS = {
@@ -63,8 +63,12 @@ class DataCommand(Command):
         from vlp.data.shards.sample_files import DataError
 
         try:
+            for param in self.params:
+                if param.name in ("out", "report") and ctx.params[param.name] is not None:
+                    is_folder = str(param.metavar).startswith("DIR")
+                    require_output(ctx.params[param.name], is_folder)
             return super().invoke(ctx) or 0
-        except ConfigError as error:
+        except (ConfigError, typer.BadParameter) as error:
             print(f"data_tools {self.name}: {error}", file=sys.stderr)
             return 2
         except DataError as error:

@@ -14,7 +14,6 @@ from typer import Argument, Option
 
 from data_tools.executor import Executor, RayExecutor
 from vlp.config import ConfigError
-from vlp.io import AtomicFile
 
 N, File = partial(Option, metavar="N"), partial(Option, metavar="FILE")
 Folders = Annotated[list[Path], Argument(metavar="FOLDER", help="folder of shards")]
@@ -92,18 +91,6 @@ def at_least_1(**numbers: int | None) -> None:
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}, at least 1")
-
-
-def require_writable(file: Path) -> None:
-    """Refuse a file that cannot be written, before the work that ends in it; make its folder."""
-    if file.is_dir():
-        raise ConfigError(f"{file}: is a folder; name a file")
-    try:
-        AtomicFile(file, suffix=f".{os.getpid()}.tmp").abandon()
-    except OSError as error:
-        is_below_file = isinstance(error, FileExistsError | NotADirectoryError)
-        reason = "it lies below a file" if is_below_file else error.strerror
-        raise ConfigError(f"{file}: cannot be written ({reason})") from error
 
 
 def command_of(function: Callable[..., int]) -> Callable[..., int]:

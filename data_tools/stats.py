@@ -13,7 +13,7 @@ import numpy as np
 from typer import Option
 
 from data_tools.executor import open_ledger
-from data_tools.options import File, Folders, N, WorkerOptions, require_writable
+from data_tools.options import File, Folders, N, WorkerOptions
 from data_tools.shards import (
     NameHashes,
     Shard,
@@ -52,7 +52,6 @@ def stats(
     Memory: some 24 bytes a sample.
     """
     # Errors of the arguments come before any work.
-    require_writable(out)
     shards_of(folders)
     if vocabulary is not None:
         _token_counter(vocabulary)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from tqdm import tqdm
 from typer import Option
 
-from data_tools.options import N, require_writable
+from data_tools.options import N
 from vlp.config import ConfigError
 from vlp.data.schema import all_texts_of, captions_of
 from vlp.data.shards.shard_reader import BadSample, ShardIndex
@@ -28,7 +28,6 @@ def vocabulary(
     """
     from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 
-    require_writable(out / "tokenizer.json")
     skipped: list[BadSample] = []
     texts_of = captions_of if texts == "captions" else all_texts_of
     corpus: list[str] = []

@@ -24,7 +24,7 @@ from scipy.sparse.csgraph import connected_components
 from typer import Option
 
 from data_tools.executor import Executor, raise_if_stopped
-from data_tools.options import WorkerOptions, require_writable
+from data_tools.options import WorkerOptions
 from data_tools.shards import Shard, ShardReader, hash_name, scan
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image, open_image
@@ -67,9 +67,6 @@ class NearOptions(WorkerOptions):
 
     out: Annotated[Path, Option(metavar="LIST", help="list of keys to write")]
     exact: Annotated[bool, Option("--exact", help="the same bytes only")] = False
-
-    def __post_init__(self) -> None:
-        require_writable(self.out)
 
     @property
     def max_distance(self) -> int | None:
