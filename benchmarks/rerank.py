@@ -93,9 +93,9 @@ class RandomBlocks:
         lengths = SHORTEST + np.floor(rng.gamma(SHAPE, SCALE, texts)).astype(np.int64)
         self.lengths = np.sort(lengths.clip(max=max_tokens))
         last = np.arange(0, texts, batch) + batch - 1
-        self.text_widths = self.lengths[last.clip(max=texts - 1)]
+        self.text_lengths = self.lengths[last.clip(max=texts - 1)]
         if self.itm_scorer.reads_padding:
-            self.text_widths = np.full_like(self.text_widths, max_tokens)
+            self.text_lengths = np.full_like(self.text_lengths, max_tokens)
         self.collection = self._collection(rng, images, texts)
 
     def text(self, index: int, tokens: int) -> TextFeatures:
@@ -124,8 +124,10 @@ class RandomBlocks:
         rank = rng.permutation(texts)
         index = np.arange(images)
         return Collection(
-            image=functional.normalize(image, dim=-1).to(self.device),
-            text=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(self.device),
+            image_features=functional.normalize(image, dim=-1).to(self.device),
+            text_features=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(
+                self.device
+            ),
             captions=[str(text) for text in range(texts)],
             image_of_text=owner,
             image_location=np.stack([index // self.batch, index % self.batch], axis=1),
@@ -136,7 +138,7 @@ class RandomBlocks:
 
     def _encode_images(self, block: int) -> Block:
         generator = torch.Generator(self.device).manual_seed(2 * block)
-        rows = self._rows(block, len(self.collection.image))
+        rows = self._rows(block, len(self.collection.image_features))
         states = self._random(generator, rows, 1 + self.patches, self.width)
         tokens = self._random(generator, rows, self.patches, self.embed_dim)
         # Not read: search reads the features of the collection.
@@ -145,7 +147,7 @@ class RandomBlocks:
 
     def _encode_texts(self, block: int) -> Block:
         generator = torch.Generator(self.device).manual_seed(2 * block + 1)
-        rows, tokens = self._rows(block, len(self.lengths)), int(self.text_widths[block])
+        rows, tokens = self._rows(block, len(self.lengths)), int(self.text_lengths[block])
         first = block * self.batch
         length = torch.from_numpy(self.lengths[first : first + rows]).to(self.device)[:, None]
         position = torch.arange(tokens, device=self.device)
@@ -239,8 +241,8 @@ class CandidateSet:
             zip(DIRECTIONS, collection.positives())
         )
         features: dict[Direction, tuple[Tensor, Tensor]] = {
-            "text_to_image": (collection.text, collection.image),
-            "image_to_text": (collection.image, collection.text),
+            "text_to_image": (collection.text_features, collection.image_features),
+            "image_to_text": (collection.image_features, collection.text_features),
         }
         self.candidates = {
             direction: search(*features[direction], self.positives[direction], sizes.nearest)
@@ -293,7 +295,9 @@ class CandidateSet:
         """Return the rank of a query's best positive by new `scores` of its candidates."""
         rows = slice(query, query + 1)
         candidates = self.candidates[direction]
-        dual = Search(candidates.ranks[rows], candidates.nearest[rows], candidates.scores[rows])
+        dual = Search(
+            candidates.ranks[rows], candidates.nearest[rows], candidates.similarities[rows]
+        )
         return int(reranked_ranks(dual, scores[None], self.positives[direction][rows])[0])
 
 

@@ -43,10 +43,13 @@ GIBIBYTE = 2**30
 
 
 class Block(NamedTuple):
-    """The encoder's output for the rows of a block (None without rows), and data of its samples."""
+    """Encoder output for the rows of a block, None without rows.
+
+    samples: of images, the usable and the skipped samples (SampleInfo, SkippedSample).
+    """
 
     features: Any
-    extra: Any = None
+    samples: Any = None
 
 
 Key = TypeVar("Key")
@@ -80,11 +83,11 @@ def _size(block: Block) -> int:
 
 
 class SampleInfo(NamedTuple):
-    """Metadata of an encoded image's sample; position is its index in `Samples`."""
+    """Metadata of an encoded image's sample; sample_index is its index in `Samples`."""
 
-    identity: tuple[str, str]
+    image_identity: tuple[str, str]
     key: str
-    position: int
+    sample_index: int
     captions: list[str]
     digest: str = ""
 
@@ -93,9 +96,10 @@ class Collection(NamedTuple):
     """I images, each once, and their T captions, in the order of the shards."""
 
     # Unit features (I, d) and (T, d), float32, on the device.
-    image: Tensor
-    text: Tensor
+    image_features: Tensor
+    text_features: Tensor
     captions: list[str]
+    # (T,): image of each caption.
     image_of_text: NDArray[np.int64]
     # (I, 2) and (T, 2): block and row in the encoder.
     image_location: NDArray[np.int64]
@@ -109,18 +113,18 @@ class Collection(NamedTuple):
     def positives(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return images of each text (T, .) and texts of each image (I, .), padded with -1."""
         # Equal captions of several images are positives of all these images.
-        texts: dict[str, list[int]] = defaultdict(list)
+        texts_of_caption: dict[str, list[int]] = defaultdict(list)
         for text, caption in enumerate(self.captions):
-            texts[normalised_caption(caption)].append(text)
-        images: list[list[int]] = [[] for _ in self.captions]
-        of_image: list[list[int]] = [[] for _ in self.image]
-        for equal in texts.values():
-            owners = sorted(set(self.image_of_text[equal].tolist()))
-            for text in equal:
-                images[text] = owners
-            for owner in owners:
-                of_image[owner] += equal
-        return _pad_rows(images), _pad_rows(map(sorted, of_image))
+            texts_of_caption[normalised_caption(caption)].append(text)
+        images_of_text: list[list[int]] = [[] for _ in self.captions]
+        texts_of_image: list[list[int]] = [[] for _ in self.image_features]
+        for texts in texts_of_caption.values():
+            images = sorted(set(self.image_of_text[texts].tolist()))
+            for text in texts:
+                images_of_text[text] = images
+            for image in images:
+                texts_of_image[image] += texts
+        return _pad_rows(images_of_text), _pad_rows(map(sorted, texts_of_image))
 
     @property
     def copies(self) -> int:
@@ -145,7 +149,7 @@ class _EncodedImages(NamedTuple):
 class _ImageBlock(NamedTuple):
     """Encoder inputs (rows, ...) of a block's usable samples (None without), skipped samples."""
 
-    images: Tensor | None
+    inputs: Tensor | None
     samples: list[SampleInfo]
     skipped: list[SkippedSample]
 
@@ -154,25 +158,25 @@ def _read_images(
     samples: Samples, preprocess: Callable[[Any], Tensor], batch: int, block: int
 ) -> _ImageBlock:
     """Read and prepare the images of a block, in any process."""
-    images, usable, skipped = [], [], []
-    for position in range(len(samples))[_rows(block, batch)]:
-        sample = samples.read(position)
+    inputs, usable, skipped = [], [], []
+    for index in range(len(samples))[_rows(block, batch)]:
+        sample = samples.read(index)
         if isinstance(sample, CaptionedSample):
             image: Any = sample.image
-            images.append(image if isinstance(image, Tensor) else preprocess(image))
+            inputs.append(image if isinstance(image, Tensor) else preprocess(image))
             usable.append(
-                SampleInfo(sample.identity, sample.key, position, sample.captions, sample.digest)
+                SampleInfo(sample.image_identity, sample.key, index, sample.captions, sample.digest)
             )
         else:
             skipped.append(sample)
-    return _ImageBlock(torch.stack(images) if images else None, usable, skipped)
+    return _ImageBlock(torch.stack(inputs) if inputs else None, usable, skipped)
 
 
 class Encoder:
     """Encoder of fixed blocks of `batch` samples or captions, on one device, with caches.
 
-    `itm_scorer` scores pairs of features; `text_widths` (blocks,) are the tokens to which blocks of
-    captions are padded. memory: bytes of cached token states, for images and captions each.
+    `images` and `texts` are caches of blocks, and `text_lengths` (blocks,) the tokens to which
+    blocks of captions are padded. memory: bytes of a cache.
     """
 
     def __init__(
@@ -198,7 +202,7 @@ class Encoder:
         )
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
-        self.text_widths = np.zeros(0, dtype=np.int64)
+        self.text_lengths = np.zeros(0, dtype=np.int64)
 
     def collect(self, processes: ProcessGroup, label: str = "encode") -> Collection:
         """Encode all images and captions, with a progress bar; merge samples of one image."""
@@ -206,9 +210,10 @@ class Encoder:
         def encode(block: int) -> _EncodedImages:
             encoded = self.images[block]
             bar.update(len(range(len(self.samples))[_rows(block, self.batch)]))
-            return _EncodedImages(_unit_features(encoded.features), *encoded.extra)
+            return _EncodedImages(_unit_features(encoded.features), *encoded.samples)
 
-        count, total = len(self._image_blocks), len(processes.share(len(self.samples)))
+        # Of this rank, as an estimate: ranks share blocks, not samples.
+        total, count = len(processes.share(len(self.samples))), len(self._image_blocks)
         quiet = not (self._progress and processes.first)
         with (
             tqdm(total=total, desc=label, disable=quiet) as bar,
@@ -223,12 +228,12 @@ class Encoder:
         for block, part in enumerate(image_blocks):
             for row, sample in enumerate(part.samples):
                 # The image keeps its first sample, and gets the captions of all its samples.
-                if sample.identity not in index_of:
-                    index_of[sample.identity] = len(index_of)
+                if sample.image_identity not in index_of:
+                    index_of[sample.image_identity] = len(index_of)
                     locations.append((block, row))
                     samples.append(sample)
                     captions.append([])
-                captions[index_of[sample.identity]].extend(sample.captions)
+                captions[index_of[sample.image_identity]].extend(sample.captions)
         if not locations:
             raise EvaluationError(
                 f"{', '.join(self.samples.folders)}: no usable sample in "
@@ -241,19 +246,20 @@ class Encoder:
         # and in the cross-modal encoder.
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
-        self.text_widths = self._widths(self._tokens.attention_mask)
+        self.text_lengths = self._block_lengths(self._tokens.attention_mask)
         blocks = -(-len(texts) // self.batch)
         text = np.concatenate(
             processes.map_blocks(blocks, lambda block: _unit_features(self.texts[block].features))
         )
-        rank_of = order.argsort().numpy()
+        # Index of each caption among the captions sorted by length.
+        sorted_index = order.argsort().numpy()
         return Collection(
-            image=torch.from_numpy(image).to(self.device),
-            text=torch.from_numpy(text[rank_of]).to(self.device),
+            image_features=torch.from_numpy(image).to(self.device),
+            text_features=torch.from_numpy(text[sorted_index]).to(self.device),
             captions=texts,
             image_of_text=np.repeat(np.arange(len(locations)), [len(group) for group in captions]),
             image_location=np.array(locations, dtype=np.int64),
-            text_location=np.stack([rank_of // self.batch, rank_of % self.batch], axis=1),
+            text_location=np.stack([sorted_index // self.batch, sorted_index % self.batch], axis=1),
             skipped=skipped,
             samples=samples,
             cut=count_cut(self.loaded.text, texts),
@@ -267,8 +273,8 @@ class Encoder:
     def _image_blocks(self) -> range:
         return range(-(-len(self.samples) // self.batch))
 
-    def _widths(self, mask: Tensor) -> NDArray[np.int64]:
-        """Return the tokens (blocks,) of each block's longest caption; `mask` is sorted."""
+    def _block_lengths(self, mask: Tensor) -> NDArray[np.int64]:
+        """Return the tokens (blocks,) of each block's longest caption; `mask` is (T, N), sorted."""
         lengths = mask.sum(dim=1).numpy()
         if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])
@@ -276,16 +282,16 @@ class Encoder:
         return lengths[last.clip(max=len(lengths) - 1)]
 
     def _encode_images(self, block: int) -> Block:
-        read = self._reader[block]
-        if read.images is None:
-            return Block(None, (read.samples, read.skipped))
-        images = read.images.to(self.device, non_blocking=True)
+        inputs, usable, skipped = self._reader[block]
+        if inputs is None:
+            return Block(None, (usable, skipped))
+        inputs = inputs.to(self.device, non_blocking=True)
         with torch.no_grad(), inference(self.device, self.precision):
-            return Block(self.loaded.model.encode_image(images), (read.samples, read.skipped))
+            return Block(self.loaded.model.encode_image(inputs), (usable, skipped))
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[_rows(block, self.batch)] for part in self._tokens))
-        inputs = (part[:, : self.text_widths[block]].to(self.device) for part in tokens)
+        inputs = (part[:, : self.text_lengths[block]].to(self.device) for part in tokens)
         with torch.no_grad(), inference(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*inputs))
 
@@ -295,7 +301,7 @@ def _rows(block: int, batch: int) -> slice:
 
 
 def _unit_features(features: Any) -> NDArray[np.float32]:
-    """Return the unit features (rows, d) of a block; `features` is None without rows."""
+    """Return the unit features (rows, d) of a block's encoder output."""
     if features is None:
         return np.zeros((0, 0), dtype=np.float32)
     return require_finite(features.feature.float().cpu().numpy())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vlp.config import Config, Precision
 from vlp.tasks.vqa.metrics import Version
@@ -40,6 +40,13 @@ class Job(Config):
                 hint = f"did you mean {matches[0]!r}?" if matches else f"it has {fields}"
                 raise ValueError(f"task {values.get('task')} has no option {key!r}; {hint}")
         return values
+
+    @field_validator("shards")
+    @classmethod
+    def _require_unique(cls, shards: tuple[str, ...]) -> tuple[str, ...]:
+        if repeated := [folder for folder in shards if shards.count(folder) > 1]:
+            raise ValueError(f"{repeated[0]} is named twice, and its samples would count twice")
+        return shards
 
     @property
     def label(self) -> str:

@@ -47,8 +47,8 @@ class CaptionedSample(NamedTuple):
     image: Image.Image
     captions: list[str]
     annotation: Annotation
-    # Source and image_id, equal for all samples of one image.
-    identity: tuple[str, str]
+    # (source, image_id), equal for all samples of one image.
+    image_identity: tuple[str, str]
     key: str = ""
     # Hash of the image's bytes; empty if it has an image_id.
     digest: str = ""
@@ -66,38 +66,37 @@ class Samples:
     def __len__(self) -> int:
         return len(self._items)
 
-    def read(self, position: int, min_size: int | None = None) -> CaptionedSample | SkippedSample:
-        """Read and decode one sample; return a SkippedSample if it is corrupt.
+    def read(self, index: int, min_size: int | None = None) -> CaptionedSample | SkippedSample:
+        """Read and decode a sample; return a SkippedSample if it is corrupt or has no caption.
 
         min_size: pixels that both sides keep when a JPEG is decoded at a reduced size.
         """
         try:
-            raw = self._items.read(position).raw
+            raw = self._items.read(index).raw
             captions = captions_of(raw.annotation)
             if not captions:
                 raise BadSample("no text", raw.where)
-            image = self._image(position, raw.image, raw.where, min_size)
+            image = self._image(index, raw.image, raw.where, min_size)
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
-        folder, shard, *_ = self._items.place(position)
+        folder, shard, *_ = self._items.place(index)
         digest = ""
         # Images with equal bytes and no image_id are reported, but not merged.
         if image_id is None:
             digest = raw.image_digest
             shard_name = self._items.indices[folder].shards[shard].name
-            identity = (self._sources[folder], f"{shard_name}, {raw.key}")
+            image_identity = (self._sources[folder], f"{shard_name}, {raw.key}")
         else:
-            identity = (raw.annotation.source or self._sources[folder], image_id)
-        return CaptionedSample(image, captions, raw.annotation, identity, raw.key, digest)
+            image_identity = (raw.annotation.source or self._sources[folder], image_id)
+        return CaptionedSample(image, captions, raw.annotation, image_identity, raw.key, digest)
 
-    def _image(self, position: int, data: bytes, where: str, min_size: int | None) -> Any:
-        """Decode the image of a sample."""
+    def _image(self, index: int, data: bytes, where: str, min_size: int | None) -> Any:
         return decode_image(data, where, min_size)
 
 
 def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
-    """Return a sample without blank captions; the caption numbers of its words are adjusted.
+    """Return a sample without blank captions, to which its words' caption indices are adapted.
 
     The sample is skipped if a word belongs to a blank or missing caption.
     """
@@ -108,7 +107,9 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
     words = []
     for word in sample.annotation.words:
         if word.caption not in numbers:
-            location = f"{'/'.join(sample.identity)}: word {word.word!r} of caption {word.caption}"
+            location = (
+                f"{'/'.join(sample.image_identity)}: word {word.word!r} of caption {word.caption}"
+            )
             return SkippedSample("bad annotation", f"{location}, which is blank or not there")
         words.append(word.model_copy(update={"caption": numbers.index(word.caption)}))
     without_blanks = annotation.model_copy(update={"captions": sample.captions, "words": words})
@@ -116,7 +117,7 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
 
 
 def _canonical_folder(folder: str) -> str:
-    """Return the absolute path of a folder, the same for every spelling; a URL is unchanged."""
+    """Return the absolute path of a folder, the same however it is written; URLs unchanged."""
     return folder if is_url(folder) else str(Path(folder).resolve())
 
 
@@ -138,9 +139,9 @@ _ALIGNMENT = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return the number of worker processes.
+    """Return the number of worker processes: `workers`, by default 0 on a CPU.
 
-    `workers` if set; else 0 on a CPU, and on a GPU this rank's cores, at most 8.
+    The default on a GPU is the number of this rank's cores, at most 8.
     """
     if workers is not None:
         return workers
@@ -150,9 +151,8 @@ def workers_for(device: torch.device, workers: int | None) -> int:
 class BlockReader(Generic[Value]):
     """Reader of blocks by number: `reader[block]` is `read(block)`.
 
-    Within `prefetch`, worker processes read the next blocks meanwhile, into pinned memory for a
-    GPU; the values are the same. `read` runs in the workers: it is picklable, has no model, and
-    returns CPU tensors.
+    Within `prefetch`, worker processes read the next blocks in the background, into pinned memory
+    for a GPU. They need a picklable `read` that returns CPU tensors and holds no model.
     """
 
     def __init__(
@@ -160,18 +160,18 @@ class BlockReader(Generic[Value]):
     ) -> None:
         self._read, self._pin = read, device.type == "cuda"
         self._workers = workers_for(device, workers)
-        self._prefetched = range(0)
-        self._next = -1
-        self._values: Generator[Value, None, None] | None = None
+        self._prefetch_blocks = range(0)
+        self._next_block = -1
+        self._worker_values: Generator[Value, None, None] | None = None
 
     @contextmanager
     def prefetch(self, blocks: range) -> Iterator[None]:
-        """Read `blocks` ahead of their use; quick if they are used in rising order."""
-        self._prefetched = blocks if self._workers else range(0)
+        """Read `blocks` in the background within the context; fast if used in rising order."""
+        self._prefetch_blocks = blocks if self._workers else range(0)
         try:
             yield
         finally:
-            self._prefetched = range(0)
+            self._prefetch_blocks = range(0)
             self._stop()
 
     def values(self, blocks: range) -> Iterator[Value]:
@@ -181,17 +181,17 @@ class BlockReader(Generic[Value]):
 
     def __getitem__(self, block: int) -> Value:
         """Return a block's value; an error of `read` is raised unchanged, also from a worker."""
-        if block not in self._prefetched:
+        if block not in self._prefetch_blocks:
             return self._read(block)
-        # Any other block than the next restarts the workers there.
-        if self._values is None or block != self._next:
+        # The workers read on in order: for any other block they start again at that block.
+        if self._worker_values is None or block != self._next_block:
             self._stop()
-            self._values = self._from_workers(range(block, self._prefetched.stop))
-        # After an error, no block is the next.
-        self._next = -1
-        value = next(self._values)
-        self._next = block + 1
-        if self._next == self._prefetched.stop:
+            self._worker_values = self._from_workers(range(block, self._prefetch_blocks.stop))
+        # If `next` raises, the workers start again for any block.
+        self._next_block = -1
+        value = next(self._worker_values)
+        self._next_block = block + 1
+        if self._next_block == self._prefetch_blocks.stop:
             self._stop()
         return value
 
@@ -199,7 +199,7 @@ class BlockReader(Generic[Value]):
         loader: DataLoader[_Parcel] = DataLoader(
             _Blocks(self._read, blocks),
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=_unchanged,
             pin_memory=self._pin,
             # A loader draws a seed; with its own generator, the global RNG state is unchanged.
             generator=torch.Generator(),
@@ -213,9 +213,9 @@ class BlockReader(Generic[Value]):
                 yield value
 
     def _stop(self) -> None:
-        if self._values is not None:
-            self._values.close()
-            self._values = None
+        if self._worker_values is not None:
+            self._worker_values.close()
+            self._worker_values = None
 
 
 class _Parcel(NamedTuple):
@@ -292,7 +292,7 @@ class _Blocks(Dataset[_Parcel]):
             return _Parcel.of(_FailedRead(error))
 
 
-def _identity(parcel: Any) -> Any:
+def _unchanged(parcel: Any) -> Any:
     return parcel
 
 

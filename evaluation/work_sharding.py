@@ -107,23 +107,23 @@ def inference(device: torch.device, precision: Precision | None) -> Iterator[Non
 
 
 class _Tf32:
-    """Context in which float32 products use TF32; the setting is global, so threads are counted."""
+    """Context in which float32 products use TF32; threads are counted, as the setting is global."""
 
     def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, ""
+        self._lock, self._depth, self._outer_precision = threading.Lock(), 0, ""
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._before = torch.get_float32_matmul_precision()
+            if not self._depth:
+                self._outer_precision = torch.get_float32_matmul_precision()
                 torch.set_float32_matmul_precision("high")
-            self._inside += 1
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.set_float32_matmul_precision(self._before)
+            self._depth -= 1
+            if not self._depth:
+                torch.set_float32_matmul_precision(self._outer_precision)
 
 
 _TF32 = _Tf32()
@@ -184,13 +184,13 @@ def evaluate_blocks(
         make: prepares an item, given with its index, in any process; raises BadSample to skip it.
         evaluate: returns a picklable row, without images, for each (item, prepared item).
     """
-    # Blocks depend on the data alone, so that figures do not depend on the number of ranks.
+    # Blocks depend on the batch, not on the number of ranks, so that figures do not either.
     processes = ProcessGroup.current()
     blocks = item_blocks(len(items), options.batch)
     quiet = not (options.progress and processes.first)
     reader = BlockReader(partial(_read, items, blocks, make), device, options.workers)
 
-    def work(block: int) -> tuple[list[Any], list[SkippedSample]]:
+    def evaluate_block(block: int) -> tuple[list[Any], list[SkippedSample]]:
         examples, skipped = reader[block]
         rows = list(evaluate(examples)) if examples else []
         bar.update()
@@ -201,7 +201,7 @@ def evaluate_blocks(
         tqdm(total=len(share), desc="evaluate", unit="block", disable=quiet) as bar,
         reader.prefetch(share),
     ):
-        parts = processes.map_blocks(len(blocks), work)
+        parts = processes.map_blocks(len(blocks), evaluate_block)
     rows = [row for block_rows, _ in parts for row in block_rows]
     skipped = [skip for _, skipped in parts for skip in skipped]
     if not rows:
@@ -217,38 +217,39 @@ def clustered_figures(
     resamples: int = 1000,
     item_weights: Mapping[str, NDArray[Any]] | None = None,
 ) -> dict[str, Figure]:
-    """Compute weighted means of items with 95 % intervals; resamples are shared by all figures.
+    """Compute weighted means over items, with 95 % intervals from the same resamples of images.
 
-    values: (items,) by figure. clusters: image of each item; images are resampled. item_weights:
-    (items,) by figure, such as a mask; 1 each by default.
+    values: (items,) by figure. clusters: image of each item. chances: chance level by figure.
+    item_weights: (items,) by figure, such as a mask; 1 each by default.
     """
     ids: dict[Hashable, int] = {}
     cluster_ids = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
-    sums, weights = [], []
+    sum_columns, weight_columns = [], []
     for name, value in values.items():
         # An item outside a figure has weight 0 in numerator and denominator.
-        factors = (item_weights or {}).get(name, np.ones(len(cluster_ids)))
-        sums.append(np.bincount(cluster_ids, np.asarray(value, dtype=float) * factors, len(ids)))
-        weights.append(np.bincount(cluster_ids, np.asarray(factors, dtype=float), len(ids)))
-    total, weight = np.stack(sums, axis=1), np.stack(weights, axis=1)
-    point = total.sum(0) / weight.sum(0)
-    low, high = percentile_interval(bootstrap_means(total, weight, resamples=resamples))
+        weight = np.asarray((item_weights or {}).get(name, np.ones(len(cluster_ids))), dtype=float)
+        weighted = np.asarray(value, dtype=float) * weight
+        sum_columns.append(np.bincount(cluster_ids, weighted, len(ids)))
+        weight_columns.append(np.bincount(cluster_ids, weight, len(ids)))
+    sums, weights = np.stack(sum_columns, axis=1), np.stack(weight_columns, axis=1)
+    point = sums.sum(0) / weights.sum(0)
+    low, high = percentile_interval(bootstrap_means(sums, weights, resamples=resamples))
     return {
         name: Figure(float(point[k]), float(low[k]), float(high[k]), chances.get(name, 0.0))
         for k, name in enumerate(values)
     }
 
 
-def keep_scores(
+def set_scores(
     rows: Sequence[dict[str, Any]],
     values: Mapping[str, NDArray[Any]],
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
-    """Set `scores` of each row: its value by figure, without figures that `masks` exclude."""
-    all_items = np.ones(len(rows), dtype=bool)
+    """Set `scores` of each row: its value by figure; `masks` (rows,) leave rows out of a figure."""
+    all_rows = np.ones(len(rows), dtype=bool)
     for index, row in enumerate(rows):
         row["scores"] = {
             name: float(value[index])
             for name, value in values.items()
-            if (masks or {}).get(name, all_items)[index]
+            if (masks or {}).get(name, all_rows)[index]
         }

@@ -26,7 +26,7 @@ from evaluation.work_sharding import (
     evaluate_blocks,
     evaluating,
     inference,
-    keep_scores,
+    set_scores,
 )
 from vlp.data.labelled_images import Labelled, open_labelled
 from vlp.data.text.tokenizer import TextTokens
@@ -170,8 +170,8 @@ def evaluate_zeroshot(
         shards: shard folders, folders of class folders, or tars of class folders, as one data set.
         label_field: field of a shard's annotation with the class.
         match: number of nearest classes of each image that the cross-modal encoder re-ranks.
-        match_by: the mean log-odds of a class's prompts are added to similarity / temperature
-            ("sum"), or replace it ("match").
+        match_by: "sum" re-ranks by similarity / temperature + match score, "match" by the match
+            score alone: the mean log-odds of a class's prompts.
     """
     if match < 0:
         raise EvaluationError(f"match {match}: the number of classes cannot be negative")
@@ -189,14 +189,15 @@ def evaluate_zeroshot(
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
         # In float64, ties are equal prompts, not rounding.
-        similarity = require_finite(image.feature.double().cpu().numpy()) @ features.T
+        image_features = require_finite(image.feature.double().cpu().numpy())
+        similarity = image_features @ features_of_classes.T
         stages = {"dual": similarity}
         if top:
             nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
             with torch.no_grad(), inference(torch_device, options.precision):
                 new_scores = require_finite(_log_odds(model, image, nearest, prompt_features))
             if match_by == "sum":
-                new_scores += np.take_along_axis(similarity, nearest, 1) / temperature
+                new_scores += np.take_along_axis(similarity, nearest, axis=1) / temperature
             stages["match"] = rerank_scores(similarity, nearest, new_scores)
         return [
             _row(item, {name: scores[row] for name, scores in stages.items()}, prompts)
@@ -207,7 +208,7 @@ def evaluate_zeroshot(
         prompt_features: BlockCache[int] = BlockCache(
             lambda index: Block(encode(prompts.of_class(index))), GIBIBYTE
         )
-        features = class_features(
+        features_of_classes = class_features(
             prompts,
             lambda texts: require_finite(encode(texts).feature.double().cpu().numpy()),
             ProcessGroup.current(),
@@ -257,7 +258,7 @@ def _log_odds(
     nearest: NDArray[np.int64],
     prompt_features: BlockCache[int],
 ) -> NDArray[np.float64]:
-    """Compute log-odds (images, top), each the mean over a class's prompts."""
+    """Compute match log-odds (images, top) of `nearest`, each the mean over a class's prompts."""
     pairs = [(row, int(index)) for row, classes in enumerate(nearest) for index in classes]
     prompts = len(prompt_features[pairs[0][1]].features.feature)
     step = max(1, MATCH_BATCH // prompts)
@@ -275,7 +276,10 @@ def _log_odds(
 def _row(
     item: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
-    """Return a row with the prediction, and the ranks of the right class by stage, from 1."""
+    """Return a row with the prediction, and the rank of the right class by stage, from 1.
+
+    stages: scores (classes,) by stage, the last one for the prediction.
+    """
     final = list(stages.values())[-1]
     return {
         "key": item.key or item.where,
@@ -307,7 +311,7 @@ def _result(
             if k < classes:
                 name = f"top-{k}" if stage == final else f"top-{k}, dual encoder"
                 values[name], chances[name] = ranks[stage] <= k, k / classes
-    keep_scores(rows, values)
+    set_scores(rows, values)
     hits, labels = values["top-1"], np.array([row["label"] for row in rows])
     clusters = [row["image"] for row in rows]
     masks = {name: labels == name for name in prompts.labels if (labels == name).any()}

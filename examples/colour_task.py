@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evaluation.downstream.task_evaluation import Scored, TaskEvaluation, register_evaluation
-from evaluation.work_sharding import clustered_figures, keep_scores
+from evaluation.work_sharding import clustered_figures, set_scores
 from vlp.data.downstream.dataset import DownstreamDataset, Items, decode_images
 from vlp.data.schema import captions_of
 from vlp.data.stream.batch import to_device
@@ -89,7 +89,7 @@ class ColourEvaluation(TaskEvaluation):
 
     def score(self, task, rows, resamples, **options):
         right = {"accuracy": np.array([row["label"] == row["prediction"] for row in rows])}
-        keep_scores(rows, right)
+        set_scores(rows, right)
         return Scored(clustered_figures(right, [row["image"] for row in rows], {}, resamples))
 
 

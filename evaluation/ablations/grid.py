@@ -128,7 +128,7 @@ def run_ablation(
     config: AblationConfig,
     source: Path,
     only: Sequence[str] = (),
-    say: Callable[[str], object] = print,
+    print_line: Callable[[str], object] = print,
 ) -> Results:
     """Prepare, train and evaluate whatever lacks a result; return figures of all finished runs."""
     from evaluation.ablations.figures import evaluate_run
@@ -137,14 +137,14 @@ def run_ablation(
     check(runs)
     for number, step in enumerate(config.prepare):
         if step.makes is None or not Path(step.makes).exists():
-            say(f"vlp {step.run}")
+            print_line(f"vlp {step.run}")
             log = Path(config.output) / f"prepare-{number}.log"
             run_with_log([*VLP, *shlex.split(step.run)], log, os.cpu_count() or 1)
     if config.frozen is not None:
-        _train_frozen(runs, config, config.frozen, say)
+        _train_frozen(runs, config, config.frozen, print_line)
     else:
         evaluate = partial(evaluate_run, config=config)
-        do_runs(runs, config.jobs, evaluate, config.evaluation(), say)
+        do_runs(runs, config.jobs, evaluate, config.evaluation(), print_line)
     return results(config, source)
 
 
@@ -153,24 +153,24 @@ def do_runs(
     jobs: int,
     evaluate: Evaluate,
     evaluation: dict[str, Any] | None = None,
-    say: Callable[[str], object] = print,
+    print_line: Callable[[str], object] = print,
 ) -> None:
     """Train and evaluate the runs without a result of this evaluation, `jobs` side by side."""
-    todo = _unfinished(runs, evaluation, say)
+    todo = _unfinished(runs, evaluation, print_line)
     # Runs share the cores. The user may set threads: of "4,2", the outer of two nested levels.
     outer_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(outer_level or max(1, (os.cpu_count() or 1) // jobs))
     work = partial(_work, evaluate=evaluate, threads=threads)
     done = Executor(jobs, spawn=True).map(work, todo, ordered=False)
     for number, (name, seconds) in enumerate(done, 1):
-        say(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
+        print_line(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 
 
 def _unfinished(
-    runs: Sequence[Run], evaluation: dict[str, Any] | None, say: Callable[[str], object]
+    runs: Sequence[Run], evaluation: dict[str, Any] | None, print_line: Callable[[str], object]
 ) -> list[Run]:
     todo = [run for run in runs if run.result(evaluation) is None]
-    say(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    print_line(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
     return todo
 
 
@@ -191,11 +191,14 @@ def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
 
 
 def _train_frozen(
-    runs: Sequence[Run], config: AblationConfig, frozen: FrozenConfig, say: Callable[[str], object]
+    runs: Sequence[Run],
+    config: AblationConfig,
+    frozen: FrozenConfig,
+    print_line: Callable[[str], object],
 ) -> None:
     """Train and test runs one after another; all read the same stored tokens."""
     evaluation = config.evaluation()
-    todo = _unfinished(runs, evaluation, say)
+    todo = _unfinished(runs, evaluation, print_line)
     for number, run in enumerate(todo, 1):
         training = run.read()
         if not isinstance(training, VisionConfig):
@@ -204,7 +207,7 @@ def _train_frozen(
         figures = fit(training, frozen, load_tokens(file, training, frozen, config.limit))
         save_config(training, run.folder / "config.yaml")
         write_json(run.folder / RESULT, {"evaluation": evaluation, "figures": figures}, indent=1)
-        say(f"  {number}/{len(todo)} {run.name}")
+        print_line(f"  {number}/{len(todo)} {run.name}")
 
 
 def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:

@@ -28,6 +28,13 @@ def usable_device(name: str) -> str:
     return name
 
 
+def valid_text(text: str) -> str:
+    """Return a text; typer.BadParameter if the terminal passed bytes that are no UTF-8."""
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise typer.BadParameter(f"{text!r} is no UTF-8")
+    return text
+
+
 Model = Annotated[str, Option(metavar="DIR", help="model folder or hub name")]
 Device = Annotated[
     str | None,

@@ -20,6 +20,7 @@ from evaluation.commands.options import (
     Shards,
     Workers,
     first_rank,
+    valid_text,
 )
 from vlp.command_line import new_app, positive
 
@@ -50,7 +51,12 @@ def predict(
     ] = None,
     image: Images = None,
     text: Annotated[
-        str | None, Option(help="with --image: question, hypothesis, statement or caption")
+        str | None,
+        Option(
+            parser=valid_text,
+            metavar="TEXT",
+            help="with --image: question, hypothesis, statement or caption",
+        ),
     ] = None,
     precision: InferencePrecision = None,
     workers: Workers = None,

@@ -16,6 +16,7 @@ from evaluation.commands.options import (
     Shards,
     first_rank,
     require_single_process,
+    valid_text,
 )
 from vlp.command_line import MODELS, START_HERE, new_app, positive
 
@@ -55,7 +56,9 @@ def anchors(
     model: Model,
     out: Annotated[Path, Option(metavar="FILE.png")],
     image: Annotated[Path | None, Option(metavar="FILE", help="an image, with --text")] = None,
-    text: Annotated[str | None, Option(help="what to look for in --image")] = None,
+    text: Annotated[
+        str | None, Option(parser=valid_text, metavar="TEXT", help="what to look for in --image")
+    ] = None,
     shards: Annotated[
         list[str] | None, Option(metavar="DIR...", help="instead of --image and --text")
     ] = None,

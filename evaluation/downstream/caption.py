@@ -19,8 +19,8 @@ from evaluation.downstream.task_evaluation import (
     register_evaluation,
 )
 from evaluation.results import Figure
-from evaluation.samples import EvaluationError
-from evaluation.work_sharding import ProcessGroup, clustered_figures, keep_scores
+from evaluation.samples import EvaluationError, single_line_errors
+from evaluation.work_sharding import ProcessGroup, clustered_figures, set_scores
 from vlp.data.shards.shard_reader import Item
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.tasks.caption.data import CaptionBatch, CaptionExample
@@ -84,7 +84,7 @@ class CaptionEvaluation(TaskEvaluation):
         (scores,) = ProcessGroup.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, by_caption, notes = scores
         figures = clustered_figures(by_caption, [row["image"] for row in rows], {}, resamples)
-        keep_scores(rows, by_caption)
+        set_scores(rows, by_caption)
         # BLEU and METEOR are not means over captions, so they have no interval.
         figures |= {name: Figure(corpus[name], corpus[name], corpus[name], 0.0) for name in corpus}
         return Scored(figures, tuple(notes))
@@ -108,7 +108,9 @@ def _scores(
     """Return figures of the corpus, figures that are means over captions, and notes."""
     captions, references = [row["caption"] for row in rows], [row["captions"] for row in rows]
     try:
-        scores = caption_scores(captions, references, "ptb" if java else "plain", meteor=java)
+        # A ValueError: all references are punctuation.
+        with single_line_errors():
+            scores = caption_scores(captions, references, "ptb" if java else "plain", meteor=java)
     except CaptionToolError as error:
         raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
     corpus = {name: scores.corpus[name] for name in _CORPUS if name in scores.corpus}

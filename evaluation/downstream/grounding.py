@@ -27,7 +27,7 @@ class GroundingEvaluation(TaskEvaluation):
         "box",
         write_refcoco,
         lambda row: {"sent_id": row["id"], "box": row["box"]},
-        "proposals to choose from (data_tools refcoco --detections)",
+        "proposals to choose from (`vlp data refcoco --detections`)",
     )
 
     def evaluate(

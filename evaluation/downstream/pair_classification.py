@@ -18,7 +18,7 @@ from evaluation.downstream.task_evaluation import (
     register_evaluation,
     sentence_of,
 )
-from evaluation.work_sharding import clustered_figures, keep_scores
+from evaluation.work_sharding import clustered_figures, set_scores
 from vlp.data.downstream.dataset import panels
 from vlp.data.shards.shard_reader import Item
 from vlp.precision import require_finite
@@ -44,7 +44,7 @@ class PairEvaluation(TaskEvaluation):
     def row(
         self, task: PairClassification, item: Item, example: PairExample, prediction: str
     ) -> Row:
-        """Return `key`, `identifier` or `pairID` if annotated, `text`, `prediction` and so on."""
+        """Return `key`, annotated ids, `text`, `prediction`, `label` and `image`."""
         extra, classes = item.raw.annotation.model_extra or {}, task.config.classes
         ids: Row = {name: extra[name] for name in ("identifier", "pairID") if name in extra}
         return {
@@ -61,17 +61,17 @@ class PairEvaluation(TaskEvaluation):
     ) -> Scored:
         """Compute accuracy, overall and by class, and for NLVR2 consistency."""
         classes = task.config.classes
-        truth = np.array([classes.index(row["label"]) for row in rows])
+        labels = np.array([classes.index(row["label"]) for row in rows])
         correct = np.array([row["label"] == row["prediction"] for row in rows])
-        masks = {name: truth == number for number, name in enumerate(classes)}
+        masks = {name: labels == label for label, name in enumerate(classes)}
         # A class without samples has no accuracy.
         present = [name for name in classes if masks[name].any()]
         values = {"accuracy": correct, **dict.fromkeys(present, correct)}
-        class_counts = np.bincount(truth)
-        chance = float(class_counts.max() / len(truth))
+        class_counts = np.bincount(labels)
+        chance = float(class_counts.max() / len(labels))
         images = [row["image"] for row in rows]
         figures = clustered_figures(values, images, {"accuracy": chance}, resamples, masks)
-        keep_scores(rows, values, masks)
+        set_scores(rows, values, masks)
         notes = [f"Chance of accuracy: always `{classes[int(class_counts.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
             # A sentence recurs with several image pairs; one wrong answer makes it inconsistent.
@@ -96,7 +96,7 @@ class PairEvaluation(TaskEvaluation):
         text: str,
         device: torch.device,
     ) -> list[tuple[str, float]]:
-        """Return all classes; images are cut into panels here."""
+        """Return all classes with probabilities; images are cut into panels here."""
         _, panel_count = self.image_count(task)
         panel_images = [panel for image in images for panel in panels(image, panel_count)]
         pixels = task.prepare(panel_images, text, 0, None)[None]

@@ -74,18 +74,18 @@ def write_official(path: Path, predictions: Predictions) -> None:
     submission = get_evaluation(predictions.kind).submission
     if submission is None:
         raise EvaluationError(f"{predictions.kind} has no submission format; give --format jsonl")
-    missing = [row["key"] for row in predictions.rows if row.get(submission.needed) is None]
-    if missing:
+    keys = [row["key"] for row in predictions.rows if row.get(submission.required_field) is None]
+    if keys:
         raise EvaluationError(
-            f"{path}: sample {missing[0]} has no {submission.what or submission.needed}"
-            f"{f' (and {len(missing) - 1} more)' if len(missing) > 1 else ''}, which the format "
+            f"{path}: sample {keys[0]} has no {submission.missing or submission.required_field}"
+            f"{f' (and {len(keys) - 1} more)' if len(keys) > 1 else ''}, which the format "
             "needs; use shards that were made from the benchmark's own files, or --format jsonl"
         )
     submission.write(path, [submission.convert(row) for row in _unique_ids(predictions.rows)])
 
 
 def _unique_ids(rows: Sequence[Row]) -> list[Row]:
-    """Replace an identifier of several rows by each row's key if the key contains it."""
+    """Replace an `identifier` of several rows by the rows' keys, if the keys contain it."""
     # NLVR v1 repeats a statement with permuted images: its evaluator reads the key, `dev-1572-0-3`.
     # Other repeats keep the identifier, and the writer refuses them.
     counts = Counter(row.get("identifier", "") for row in rows)
@@ -158,22 +158,22 @@ def predict_item(
     ):
         if isinstance(source, Loaded):
             features = encode_image(source, decoded[0], run_device)
-            return Answers(MATCH, match_of(source, features, text or ""))
+            return Answers(MATCH, match_probabilities(source, features, text or ""))
         evaluation = get_evaluation(source.kind)
         answers = evaluation.predict_item(source, decoded, text or "", run_device)
         return Answers(source.kind, answers)
 
 
-def _require_inputs(source: Downstream | Loaded, images: int, text: str | None) -> None:
+def _require_inputs(source: Downstream | Loaded, num_images: int, text: str | None) -> None:
     kind, (count, panels), reads_text = MATCH, (1, 1), True
     if isinstance(source, Downstream):
         kind, reads_text = source.kind, get_task(source.kind).card.text
         count, panels = get_evaluation(kind).image_count(source)
-    if images != count:
+    if num_images != count:
         layout = f" with {panels} panels" if panels > 1 else ""
         raise EvaluationError(
-            f"{kind} takes {count} image{'s' if count > 1 else ''}{layout}, not {images}: write "
-            f"--image FILE{' FILE' if count > 1 else ''}"
+            f"{kind} takes {count} image{'s' if count > 1 else ''}{layout}, not {num_images}: "
+            f"write --image FILE{' FILE' if count > 1 else ''}"
         )
     if not reads_text and text is not None:
         raise EvaluationError(f"a model for {kind} reads no text: leave --text out")
@@ -181,7 +181,7 @@ def _require_inputs(source: Downstream | Loaded, images: int, text: str | None) 
         raise EvaluationError(f"{kind} needs a text: add --text TEXT")
 
 
-def match_of(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:
+def match_probabilities(loaded: Loaded, image: ImageFeatures, text: str) -> list[tuple[str, float]]:
     """Return `matches` and `does not` with probabilities, the likelier first."""
     tokens = (part.to(image.states.device) for part in loaded.text([text]))
     log_odds = loaded.model.match(image, loaded.model.encode_text(*tokens))

@@ -24,14 +24,14 @@ Row = Mapping[str, Any]
 class Submission(NamedTuple):
     """Submission format of a benchmark.
 
-    needed: field that every row must have; what: its description in errors, by default its name.
-    convert: turns a row of predictions into a row for `write`.
+    required_field: of every row of predictions. convert: turns a row of predictions into a row for
+    `write`. missing: what a row without the field lacks, in the error; "": the field's name.
     """
 
-    needed: str
+    required_field: str
     write: Callable[[Path, Iterable[Row]], None]
     convert: Callable[[Row], Row] = dict
-    what: str = ""
+    missing: str = ""
 
 
 def write_vqa(path: Path, rows: Iterable[Row]) -> None:
@@ -55,7 +55,7 @@ def write_nlvr2(path: Path, rows: Iterable[Row]) -> None:
         if not isinstance(label, bool):
             raise EvaluationError(f"{path}: label {label!r} of {identifier} is not True or False")
         labels.append((identifier, label))
-    _check_ids([identifier for identifier, _ in labels], "identifier", path)
+    _require_unique([identifier for identifier, _ in labels], "identifier", path)
     write_text(path, "".join(f"{identifier},{label}\n" for identifier, label in labels))
 
 
@@ -65,9 +65,10 @@ def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
     for row in rows:
         pair, label = _id(row, "pairID", path), _value(row, "label", path)
         if label not in LABELS:
-            raise EvaluationError(f"{path}: label {label!r} of {pair} is not {', '.join(LABELS)}")
+            choices = ", ".join(LABELS)
+            raise EvaluationError(f"{path}: label {label!r} of {pair} is none of {choices}")
         labels.append({"pairID": pair, "label": label})
-    _check_ids([row["pairID"] for row in labels], "pairID", path)
+    _require_unique([row["pairID"] for row in labels], "pairID", path)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels))
 
 
@@ -78,19 +79,19 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
     """
     rows = list(rows)
     # `sent_id` names an expression, `ref_id` an object: for files with one expression each (ALBEF).
-    name = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
+    id_field = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
     boxes = []
     for row in rows:
-        number = _number(row, name, path)
-        boxes.append((number, _box(row, f"{name} {number}", path)))
-    _check_ids([number for number, _ in boxes], name, path)
-    write_json(path, [{name: number, "box": box} for number, box in boxes])
+        identifier = _number(row, id_field, path)
+        boxes.append((identifier, _box(row, f"{id_field} {identifier}", path)))
+    _require_unique([identifier for identifier, _ in boxes], id_field, path)
+    write_json(path, [{id_field: identifier, "box": box} for identifier, box in boxes])
 
 
-def _write_texts(path: Path, rows: Iterable[Row], name: str, text: str) -> None:
-    texts = [(_number(row, name, path), _text(row, text, path)) for row in rows]
-    _check_ids([number for number, _ in texts], name, path)
-    write_json(path, [{name: number, text: content} for number, content in texts])
+def _write_texts(path: Path, rows: Iterable[Row], id_field: str, text_field: str) -> None:
+    texts = [(_number(row, id_field, path), _text(row, text_field, path)) for row in rows]
+    _require_unique([identifier for identifier, _ in texts], id_field, path)
+    write_json(path, [{id_field: identifier, text_field: text} for identifier, text in texts])
 
 
 def _value(row: Row, name: str, path: Path) -> Any:
@@ -125,6 +126,7 @@ def _text(row: Row, name: str, path: Path) -> str:
 
 
 def _box(row: Row, owner: str, path: Path) -> list[float]:
+    """Return the box [x, y, width, height] of a row; `owner` names the row in the error."""
     value = _value(row, "box", path)
     try:
         box = [float(number) for number in value]
@@ -137,7 +139,7 @@ def _box(row: Row, owner: str, path: Path) -> list[float]:
     return box
 
 
-def _check_ids(ids: Sequence[int | str], name: str, path: Path) -> None:
+def _require_unique(ids: Sequence[int | str], name: str, path: Path) -> None:
     repeated = [str(identifier) for identifier, count in Counter(ids).items() if count > 1]
     if repeated:
         more = f" and {len(repeated) - _LISTED} more" if len(repeated) > _LISTED else ""

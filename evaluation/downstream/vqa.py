@@ -20,7 +20,7 @@ from evaluation.downstream.task_evaluation import (
     register_evaluation,
 )
 from evaluation.jobs import VqaJob
-from evaluation.work_sharding import clustered_figures, keep_scores
+from evaluation.work_sharding import clustered_figures, set_scores
 from vlp.data.shards.shard_reader import Item
 from vlp.tasks.vqa.data import VqaBatch, VqaExample
 from vlp.tasks.vqa.metrics import Version, normalise_answer, vqa_accuracy
@@ -70,7 +70,7 @@ class VqaEvaluation(TaskEvaluation):
         values = {"accuracy": accuracy, "exact": np.array([_exact(row) for row in rows])}
         masks = _type_masks([row["types"] for row in rows])
         values |= dict.fromkeys(masks, accuracy)
-        keep_scores(rows, values, masks)
+        set_scores(rows, values, masks)
         images = [row["image"] for row in rows]
         return Scored(
             clustered_figures(values, images, {"accuracy": chance}, resamples, masks),
@@ -91,8 +91,8 @@ class VqaEvaluation(TaskEvaluation):
             task.prepare(images, text, 0, None),
             *task.text([text]),
             answer_ids=empty.view(0, 0),
-            owners=empty,
-            shares=torch.zeros(0),
+            question_index=empty,
+            answer_weights=torch.zeros(0),
             valid=torch.ones(1, dtype=torch.bool),
         ).to(device)
         memory = task.remember(batch)

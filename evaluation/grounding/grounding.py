@@ -25,7 +25,7 @@ from evaluation.work_sharding import (
     evaluate_blocks,
     evaluating,
     inference,
-    keep_scores,
+    set_scores,
 )
 from vlp.config import Precision
 from vlp.data.boxes import overlaps
@@ -119,7 +119,7 @@ def evaluate_grounding(
     figures = clustered_figures(
         values, [row["image"] for row in rows], chances, options.resamples, masks
     )
-    keep_scores(rows, values, masks)
+    set_scores(rows, values, masks)
     texts = [row["text"] for row in rows]
     trained = loaded.model.match_is_trained or by != "gradcam"
     first_pieces = "" if head is None else f", first {head} word pieces"
@@ -160,7 +160,10 @@ def _expressions_in(annotation: Annotation) -> int:
 
 
 def _expression_text(item: Item, size: tuple[int, int]) -> str:
-    """Return the text of an expression; raise BadSample without text, or a box in the image."""
+    """Return an expression's text; raise BadSample if it is blank or its box outside the image.
+
+    size: width and height of the image in pixels.
+    """
     expressions = item.raw.annotation.expressions or ()
     if item.part >= len(expressions):
         raise BadSample("no text", f"{item.where}: no expression")
@@ -185,19 +188,20 @@ def _maps(
     device: torch.device,
     precision: Precision | None,
 ) -> NDArray[np.float64]:
-    """Compute maps (expressions, rows, columns); maps of cosines may be negative."""
+    """Compute maps (expressions, rows, columns), at least 0 unless they are cosines."""
     model = loaded.model
     pixels = torch.stack([example.pixels for example in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(item.tokens for item in examples))]
     with torch.no_grad(), inference(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
+    # Tokens whose maps are averaged: of cosines all words, of Grad-CAM also [CLS] and [SEP].
     words, attended = text.word_mask, text.attention_mask
     if head is not None:
         words = attended = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
         with inference(device, precision):
             maps = grad_cam(model, image, text, layer)
-        # (B, N, rows, columns). As in ALBEF, the mean over all tokens with [CLS].
+        # (B, N, rows, columns); the mean over tokens with [CLS] is ALBEF's.
         weights = attended[..., None, None]
         heat = (maps * weights).sum(1) / weights.sum(1).clamp(min=1)
     else:
@@ -209,6 +213,10 @@ def _maps(
 
 
 def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[str, Any]:
+    """Return the row of an expression; `box`, `right`, `possible` are None without proposals.
+
+    size: width and height of the image. heat: map (rows, columns).
+    """
     annotation = item.raw.annotation
     expression = (annotation.expressions or [])[item.part]
     inside = patches_in_box(expression.box, heat.shape, size).reshape(heat.shape)

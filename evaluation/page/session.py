@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from PIL import Image
 
-from evaluation.downstream.predict import match_of
+from evaluation.downstream.predict import match_probabilities
 from evaluation.downstream.task_evaluation import (
     PageAction,
     get_evaluation,
@@ -169,7 +169,7 @@ class ModelSession:
             # In float32, as maps of other tabs use the cached features, too.
             features = encoded.features
             with single_line_errors(NotFiniteError), inference(self.device, None):
-                return match_of(self.loaded, features, caption)
+                return match_probabilities(self.loaded, features, caption)
 
     def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:
         """Return the image, and the image under the Grad-CAM map of a phrase."""

@@ -19,7 +19,7 @@ from evaluation.work_sharding import (
     evaluate_blocks,
     evaluating,
     inference,
-    keep_scores,
+    set_scores,
 )
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, apply_view
@@ -78,7 +78,7 @@ def evaluate_foils(
     figures = clustered_figures(
         values, images, dict.fromkeys(values, 0.5), options.resamples, masks
     )
-    keep_scores(rows, values, masks)
+    set_scores(rows, values, masks)
     pairs = ", ".join(f"{(kinds == kind).sum()} {kind}" for kind in FOIL_KINDS if kind in kinds)
     texts = list({row[name] for row in rows for name in ("caption", "foil")})
     notes = (

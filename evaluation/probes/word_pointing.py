@@ -137,13 +137,13 @@ def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> fl
 
 
 def mean_box_shares(
-    masks: Sequence[NDArray[np.bool_]], scenes: Sequence[int]
+    masks: Sequence[NDArray[np.bool_]], samples: Sequence[int]
 ) -> NDArray[np.float64]:
     """Return for each word `share_of_best` of the mean mask over all other images.
 
-    masks: (M,) of each word, patches of its boxes. scenes: index of each word's image.
+    masks: (M,) of each word, patches of its boxes. samples: index of each word's sample.
     """
-    _, image_index = np.unique(scenes, return_inverse=True)
+    _, image_index = np.unique(samples, return_inverse=True)
     counts = np.bincount(image_index)
     means = np.zeros((len(counts), len(masks[0])))
     # All images have equal weight, whatever their number of words.
@@ -153,12 +153,15 @@ def mean_box_shares(
 
 
 def pointer_figures(
-    word_shares: Sequence[Mapping[str, float]], chance: float, scenes: Sequence[int], resamples: int
+    word_shares: Sequence[Mapping[str, float]],
+    chance: float,
+    samples: Sequence[int],
+    resamples: int,
 ) -> dict[str, Figure]:
     """Compute the accuracy of pointers and controls, and of pointers minus the best control.
 
     Differences are called `POINTER - CONTROL`. word_shares: for each word, `share_of_best` by name
-    of the pointer or control. scenes: index of each word's image, over which intervals resample.
+    of the pointer or control. samples: index of each word's sample; intervals resample samples.
     """
     shares = {name: np.array([word[name] for word in word_shares]) for name in word_shares[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
@@ -168,7 +171,7 @@ def pointer_figures(
     for name in POINTERS:
         if name in shares:
             values[f"{name} - {best}"] = shares[name] - shares[best]
-    return clustered_figures(values, list(scenes), chances, resamples)
+    return clustered_figures(values, list(samples), chances, resamples)
 
 
 KINDS = ("colour", "shape", "object", "objects")
@@ -300,10 +303,10 @@ class PointingResult(Result):
 SMALL = 0.1
 
 
-class _Scene(NamedTuple):
+class _PointingSample(NamedTuple):
     """Index of a sample, pixels (3, side, side), (width, height) of the image, and captions."""
 
-    sample: int
+    sample_index: int
     pixels: torch.Tensor
     size: tuple[int, int]
     captions: list[str]
@@ -314,7 +317,7 @@ class WordPointing(NamedTuple):
     """Pointing results of one word."""
 
     # Index of the sample, and of the kind in `KINDS`.
-    scene: int
+    sample_index: int
     kind: int
     # The most similar patch lies in the word's boxes; in the box of any object.
     hit: bool
@@ -349,12 +352,12 @@ def evaluate_pointing(
     samples = Samples(shards, options.limit)
 
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
-        scenes = reader[block]
-        usable = [scene for scene in scenes if isinstance(scene, _Scene)]
+        block_samples = reader[block]
+        usable = [sample for sample in block_samples if isinstance(sample, _PointingSample)]
         with torch.no_grad(), inference(torch_device, options.precision):
-            words, sums = _score_scenes(loaded, usable, torch_device, controls)
-        bar.update(len(scenes))
-        return words, sums, [skip for skip in scenes if isinstance(skip, SkippedSample)]
+            words, sums = _score_samples(loaded, usable, torch_device, controls)
+        bar.update(len(block_samples))
+        return words, sums, [skip for skip in block_samples if isinstance(skip, SkippedSample)]
 
     quiet = not (options.progress and processes.first)
     with (
@@ -380,15 +383,15 @@ def evaluate_pointing(
         kind: [word for word in words if word.kind == index] for index, kind in enumerate(KINDS)
     }
     if controls:
-        masks, scenes = zip(*((word.inside, word.scene) for word in words))
-        for word, share in zip(words, mean_box_shares(masks, scenes)):
+        masks, indices = zip(*((word.inside, word.sample_index) for word in words))
+        for word, share in zip(words, mean_box_shares(masks, indices)):
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     trained = loaded.model.match_is_trained or not controls
     kinds = {kind: _figures(group, options.resamples) for kind, group in by_kind.items() if group}
     return PointingResult(
         kind="pointing",
-        counts={"scenes": len({word.scene for word in words})},
+        counts={"scenes": len({word.sample_index for word in words})},
         shards=tuple(map(str, shards)),
         figures={kind: figures.pointing for kind, figures in kinds.items()},
         skipped=skipped,
@@ -400,13 +403,13 @@ def evaluate_pointing(
 
 def _read_block(
     samples: Samples, batch: int, preprocess: Callable[[Any], torch.Tensor], block: int
-) -> list[_Scene | SkippedSample]:
-    """Read and prepare the scenes of a block, in any process."""
-    scenes: list[_Scene | SkippedSample] = []
+) -> list[_PointingSample | SkippedSample]:
+    """Read and prepare the samples of a block, in any process."""
+    block_samples: list[_PointingSample | SkippedSample] = []
     for index in range(len(samples))[block * batch : (block + 1) * batch]:
         sample = drop_blank_captions(samples.read(index))
         if isinstance(sample, SkippedSample):
-            scenes.append(sample)
+            block_samples.append(sample)
             continue
         annotation, size = sample.annotation, sample.image.size
         word_boxes = [box for word in words_with_boxes(annotation) for box in word.boxes]
@@ -414,29 +417,29 @@ def _read_block(
             box for box in (*(annotation.boxes or ()), *word_boxes) if not overlaps(box, size)
         ]
         if outside:
-            where = f"{'/'.join(sample.identity)}: box {outside[0]} does not lie in the image"
-            scenes.append(SkippedSample("bad annotation", where))
+            where = f"{'/'.join(sample.image_identity)}: box {outside[0]} does not lie in the image"
+            block_samples.append(SkippedSample("bad annotation", where))
         else:
             pixels = preprocess(sample.image)
-            scenes.append(_Scene(index, pixels, size, sample.captions, annotation))
-    return scenes
+            block_samples.append(_PointingSample(index, pixels, size, sample.captions, annotation))
+    return block_samples
 
 
-def _score_scenes(
-    loaded: Loaded, scenes: Sequence[_Scene], device: torch.device, controls: bool
+def _score_samples(
+    loaded: Loaded, samples: Sequence[_PointingSample], device: torch.device, controls: bool
 ) -> tuple[list[WordPointing], torch.Tensor]:
-    """Score all words of the scenes; return also sums (5, G) over paths, 0 without ACE-RPE."""
+    """Score all words of the samples; return also `anchor_sums` (5, G), 0 without ACE-RPE."""
     model = loaded.model
     grid, groups = model.config.image.grid, model.config.cross.anchor.groups
     words: list[WordPointing] = []
     sums = torch.zeros(5, groups, dtype=torch.float64)
-    if not scenes:
+    if not samples:
         return words, sums
-    pixels = torch.stack([scene.pixels for scene in scenes])
+    pixels = torch.stack([sample.pixels for sample in samples])
     with last_attention(model.image_encoder, grid) if controls else nullcontext() as attention_maps:
         images = model.encode_image(pixels.to(device))
-    for row, scene in enumerate(scenes):
-        tokens = loaded.text(scene.captions)
+    for row, sample in enumerate(samples):
+        tokens = loaded.text(sample.captions)
         texts = model.encode_text(*(part.to(device) for part in tokens))
         image_tokens, text_tokens = model.anchor_features(images, texts)
         patches = image_tokens[row]
@@ -448,7 +451,7 @@ def _score_scenes(
         anchors = (similarity >= model.anchor_threshold).sum(-1).cpu().numpy()
         paths = None
         if "anchor" in model.config.cross.position:
-            captions = torch.arange(len(scene.captions), device=device)
+            captions = torch.arange(len(sample.captions), device=device)
             pairs = PairIndices(captions, torch.full_like(captions, row))
             paths = model.anchors(images, texts, pairs)
             assert paths is not None
@@ -464,9 +467,17 @@ def _score_scenes(
             )
             if attention_maps:
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
-        annotation, size = scene.annotation, scene.size
-        pieces = [loaded.text.words(caption) for caption in scene.captions]
-        words += score_words(scene.sample, annotation, size, pieces, cosine, anchors, grid, maps)
+        pieces = [loaded.text.words(caption) for caption in sample.captions]
+        words += score_words(
+            sample.sample_index,
+            sample.annotation,
+            sample.size,
+            pieces,
+            cosine,
+            anchors,
+            grid,
+            maps,
+        )
     return words, sums
 
 
@@ -483,7 +494,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def score_words(
-    scene: int,
+    sample_index: int,
     annotation: Annotation,
     size: tuple[int, int],
     pieces: Sequence[Sequence[str]],
@@ -526,7 +537,7 @@ def score_words(
         anchor_counts = anchors[word.caption][:, tokens].sum(axis=1)
         results.append(
             WordPointing(
-                scene=scene,
+                sample_index=sample_index,
                 kind=KINDS.index(word.kind),
                 hit=bool(best.size and in_box[best].all()),
                 any_hit=bool(best.size and in_any_box[best].all()),
@@ -555,7 +566,7 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     # Without the last two fields, which are no numbers.
     fields = list(zip(WordPointing._fields, zip(*words)))[:-2]
     column = {name: np.array(values, float) for name, values in fields}
-    _, scene = np.unique(column["scene"], return_inverse=True)
+    _, image_index = np.unique(column["sample_index"], return_inverse=True)
     with_anchors = column["anchors"] > 0
     share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)
     values = [column["hit"], column["any_hit"], share_inside * with_anchors]
@@ -566,7 +577,8 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
         if not weight.any():
             figures.append(None)
             continue
-        sums, counts = np.bincount(scene, value)[:, None], np.bincount(scene, weight)[:, None]
+        sums = np.bincount(image_index, value)[:, None]
+        counts = np.bincount(image_index, weight)[:, None]
         low, high = percentile_interval(bootstrap_means(sums, counts, resamples=resamples))
         mean = value.sum() / weight.sum()
         expected = (chance * weight).sum() / weight.sum()
@@ -577,7 +589,7 @@ def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
     assert any_object is not None
     controls = None
     if words[0].shares:
-        shares, scenes = [word.shares for word in words], [word.scene for word in words]
-        controls = pointer_figures(shares, pointing.chance, scenes, resamples)
+        shares, samples = zip(*((word.shares, word.sample_index) for word in words))
+        controls = pointer_figures(shares, pointing.chance, samples, resamples)
     some_object = float(column["some_object"].mean())
     return KindFigures(len(words), pointing, some_object, any_object, anchors, controls)

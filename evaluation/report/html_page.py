@@ -142,7 +142,7 @@ def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredR
 def _run_section(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> Iterator[Html]:
-    """Yield the elements of one run; `_samples` may add to `source.missing`, so read it last."""
+    """Yield the elements of one run; `_samples` may add to `source.problems`, so read it last."""
     yield element("p", f"{source.folder} {source.task or ''}", class_="note")
     facts = [*settings(source), *training_summary(source)]
     cells = (element("tr", element("th", k), element("td", v)) for k, v in facts)
@@ -150,19 +150,19 @@ def _run_section(
     yield _row([_curve(title, lines) for title, lines in training_curves(source.log).items()])
     if shards and cases and source.model and not source.task:
         yield from _samples(source, shards, cases, options)
-    yield from (element("p", f"Problem: {note}.", class_="note") for note in source.missing)
+    yield from (element("p", f"Problem: {note}.", class_="note") for note in source.problems)
 
 
 def _samples(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> list[Html]:
-    """Return example retrievals of the run's model; errors are added to `source.missing`."""
+    """Return example retrievals of the run's model; errors are added to `source.problems`."""
     try:
         gallery = Gallery(load_model(str(source.model)), shards, options)
         title = element("h3", f"Examples: retrieval among {len(gallery)} images")
         return [title, element("p", ANCHORS, class_="note"), *retrieval_cases(gallery, cases)]
     except (EvaluationError, FileNotFoundError) as error:
-        source.missing.append(f"no examples ({error})")
+        source.problems.append(f"no examples ({error})")
         return []
     except ConfigError as error:
         raise ConfigError(f"--shards: {error}") from error
@@ -172,7 +172,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
     """Yield captions with the worst and best ranks by the dual encoder, and retrieved images."""
     collection = gallery.collection
     owners = collection.image_of_text
-    ranking = search(collection.text, collection.image, owners[:, None], HITS)
+    ranking = search(collection.text_features, collection.image_features, owners[:, None], HITS)
     order = np.argsort(ranking.ranks, kind="stable")
     for title, queries in (("Worst", order[::-1]), ("Best", order)):
         yield element("h4", f"{title}, text → image")
@@ -183,7 +183,7 @@ def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
             rank = f"rank of its image: {ranking.ranks[query] + 1} of {len(gallery)}"
             images = [(draw_boxes(target.image), f"its image; {rank}")]
             for position, (image, similarity) in enumerate(
-                zip(ranking.nearest[query], ranking.scores[query])
+                zip(ranking.nearest[query], ranking.similarities[query])
             ):
                 label = f"rank {position + 1}, similarity {similarity:.2f}"
                 images.append((draw_boxes(gallery.image(int(image)).image), label))

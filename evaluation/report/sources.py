@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,7 @@ class StoredResult(NamedTuple):
 
 @dataclass
 class Source:
-    """One RUN of the command line; `missing` lists problems with its files."""
+    """One RUN of the command line; `problems` with its files, one line each."""
 
     folder: Path
     name: str
@@ -68,7 +69,7 @@ class Source:
     log: list[dict[str, Any]] = field(default_factory=list)
     training: dict[str, Any] = field(default_factory=dict)
     results: list[StoredResult] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def read_sources(folders: Sequence[str | Path]) -> list[Source]:
@@ -153,12 +154,14 @@ def _read(folder: Path, name: str) -> Source:
                 source.config = redact_values(_mapping(run / "config.yaml", source))
                 source.log, bad = read_log(run / "log.jsonl")
                 if bad:
-                    source.missing.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")
+                    source.problems.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")
                 source.training = _mapping(run / "report.json", source)
             break
     source.results = list(_results(folder, source))
     if not (source.model or source.config or source.log or source.training or source.results):
-        damaged = f" ({'; '.join(source.missing)})" if source.missing else ""
+        if (folder / "all.md").is_file():
+            raise EvaluationError(f"{folder} holds a suite: its tables are in {folder / 'all.md'}")
+        damaged = f" ({'; '.join(source.problems)})" if source.problems else ""
         raise EvaluationError(f"{folder}: nothing to report{damaged}; looked for {EXPECTED_FILES}")
     if source.model is not None:
         task = _mapping(source.model / TASK, source).get("task")
@@ -167,14 +170,14 @@ def _read(folder: Path, name: str) -> Source:
 
 
 def _mapping(file: Path, source: Source) -> dict[str, Any]:
-    """Read JSON or YAML; return {} without the file, or if damaged, with a note in `missing`."""
+    """Read JSON or YAML; return {} without the file, or if damaged, with a line in `problems`."""
     parse = parse_yaml if file.suffix == ".yaml" else parse_json
     try:
         content = parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        source.problems.append(f"{file} cannot be read ({' '.join(str(error).split())})")
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -191,7 +194,7 @@ def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """Read a result; return None if the file has no figures or is damaged (`source.missing`)."""
+    """Read a result; return None if the file has no figures or is damaged (`source.problems`)."""
     content = _mapping(file, source)
     figures = content.get("figures", content.get("kinds"))
     if file.stem == "vision" and "task" not in content:
@@ -199,11 +202,17 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
     if not isinstance(content.get("task"), str) or figures is None:
         return None
     try:
+        variants = (
+            _by_label(figures_by_stage(figures), content.get("rerank"))
+            if isinstance(figures, list)
+            else {"": dict(_figures(figures, ""))}
+        )
+        values = [v for named in variants.values() for figure in named.values() for v in figure]
+        if not values or not all(map(math.isfinite, values)):
+            raise ValueError("it has no figures, or figures that are not finite")
         return StoredResult(
             kind=content["task"],
-            variants=_by_label(figures_by_stage(figures), content.get("rerank"))
-            if isinstance(figures, list)
-            else {"": dict(_figures(figures, ""))},
+            variants=variants,
             # Integers at the top level count evaluated items.
             counts={k: v for k, v in content.items() if type(v) is int and k not in _NO_COUNTS},
             shards=tuple(map(str, content.get("shards") or ())),
@@ -211,7 +220,7 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             notes=tuple(map(str, content.get("notes") or ())),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        source.missing.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        source.problems.append(f"{file} cannot be read ({' '.join(str(error).split())})")
         return None
 
 

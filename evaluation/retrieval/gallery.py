@@ -22,7 +22,7 @@ _MATCH_BATCH = 4
 
 
 class Hit(NamedTuple):
-    """A retrieved image: number, cosine with the text, match log-odds (None if not computed)."""
+    """A retrieved image: index, cosine with the text, match log-odds (None if not computed)."""
 
     image: int
     similarity: float
@@ -42,16 +42,16 @@ class Gallery:
             self.collection = self.encoder.collect(ProcessGroup.current())
 
     def __len__(self) -> int:
-        return len(self.collection.image)
+        return len(self.collection.image_features)
 
-    def image(self, number: int, min_size: int | None = None) -> CaptionedSample:
+    def image(self, index: int, min_size: int | None = None) -> CaptionedSample:
         """Return an image and the captions of its first sample.
 
         Both sides keep `min_size` pixels, as in `vlp.data.image.decode.decode_image`.
         """
-        if not 0 <= number < len(self):
-            raise EvaluationError(f"there are {len(self)} images, none has number {number}")
-        sample = self._samples.read(self.collection.samples[number].position, min_size)
+        if not 0 <= index < len(self):
+            raise EvaluationError(f"there are {len(self)} images, none has index {index}")
+        sample = self._samples.read(self.collection.samples[index].sample_index, min_size)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
@@ -71,30 +71,31 @@ class Gallery:
                 query = model.encode_text(*tokens)
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
-            scores = similarity(query.feature, self.collection.image)[0]
-            order = torch.argsort(scores, descending=True, stable=True)[: max(top, rerank)].tolist()
-            candidates, hits = order[:rerank], []
-            for start in range(0, len(candidates), _MATCH_BATCH):
-                chunk = candidates[start : start + _MATCH_BATCH]
-                log_odds = self._match(chunk, query)
+            similarities = similarity(query.feature, self.collection.image_features)[0]
+            order = torch.argsort(similarities, descending=True, stable=True)
+            nearest, hits = order[: max(top, rerank)].tolist(), []
+            for start in range(0, len(nearest[:rerank]), _MATCH_BATCH):
+                indices = nearest[:rerank][start : start + _MATCH_BATCH]
                 hits += [
-                    Hit(index, float(scores[index]), match)
-                    for index, match in zip(chunk, log_odds, strict=True)
+                    Hit(index, float(similarities[index]), match)
+                    for index, match in zip(indices, self._match(indices, query), strict=True)
                 ]
             temperature = float(model.temperature())
         hits.sort(key=lambda hit: -(hit.similarity / temperature + (hit.match or 0.0)))
         # Images without a match score follow in the order of their similarity.
-        hits += [Hit(index, float(scores[index]), None) for index in order[rerank:]]
+        hits += [Hit(index, float(similarities[index]), None) for index in nearest[rerank:]]
         return hits[:top]
 
-    def _match(self, numbers: list[int], text: TextFeatures) -> list[float]:
-        """Return the match log-odds of a text with images."""
+    def _match(self, indices: list[int], query: TextFeatures) -> list[float]:
+        """Return the match log-odds of images with the query, a batch of one."""
         rows = []
-        for block, row in self.collection.image_location[numbers].tolist():
+        for block, row in self.collection.image_location[indices].tolist():
             features = self.encoder.images[block].features
             rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
-        first = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
+        query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
         with inference(self.encoder.device, self.encoder.precision):
-            log_odds: list[float] = self.loaded.model.match(images, text.select(first)).tolist()
+            log_odds: list[float] = self.loaded.model.match(
+                images, query.select(query_row)
+            ).tolist()
         return log_odds

@@ -13,22 +13,22 @@ from torch import Tensor
 from evaluation.retrieval.rerank import similarity
 
 # Chunk sizes, which bound the memory.
-CANDIDATES, QUERIES = 1024, 8192
+_CANDIDATE_CHUNK, _QUERY_CHUNK = 1024, 8192
 
 
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
 
-    Features (., d) have unit length; small temperatures weight the nearest queries. Returns
-    (candidates,) float32, in units of the similarity.
+    candidate, bank: unit features (., d), the bank's of the queries q. A small temperature weights
+    the nearest queries. Returns (candidates,) float32, in units of the similarity.
     """
     count = torch.tensor(float(len(bank))).log()
     # The mean, not the sum: the log-mass does not grow with the bank.
     masses = []
-    for chunk in candidate.split(CANDIDATES):
+    for chunk in candidate.split(_CANDIDATE_CHUNK):
         parts = [
             (similarity(chunk, queries).double() / temperature).logsumexp(1)
-            for queries in bank.split(QUERIES)
+            for queries in bank.split(_QUERY_CHUNK)
         ]
         masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
     return torch.cat(masses).float()
@@ -37,8 +37,8 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
 def normalised_features(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return features (., d + 1) with products of similarities less the candidates' log-mass."""
-    # One more channel subtracts the log-mass, so that search needs no other change.
+    """Return features (., d + 1) whose products are similarities minus the candidate's log-mass."""
+    # A channel more subtracts the log-mass, so that `search` needs no change.
     ones = query.new_ones(len(query), 1)
     mass = log_mass(candidate, bank, temperature).to(candidate)
     return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)

@@ -20,14 +20,14 @@ CANDIDATE_CHUNK = 8192
 
 
 class Search(NamedTuple):
-    """Results of a dual encoder for each query."""
+    """Results of the dual encoder for each query; `nearest` are the candidates to re-rank."""
 
-    # (queries,): negatives scored at least as high as the best-ranked positive.
+    # (queries,): number of negatives at least as similar as the best-ranked positive.
     ranks: NDArray[np.int64]
-    # (queries, top): candidates by descending score, ties by index.
+    # (queries, top): indices of candidates by descending similarity, ties by index.
     nearest: NDArray[np.int64]
-    # (queries, top): their similarities.
-    scores: NDArray[np.float32]
+    # (queries, top): similarities of `nearest`.
+    similarities: NDArray[np.float32]
 
 
 def similarity(query: Tensor, candidate: Tensor) -> Tensor:
@@ -48,61 +48,64 @@ def search(
     candidate_chunk: int = CANDIDATE_CHUNK,
     processes: ProcessGroup | None = None,
 ) -> Search:
-    """Rank each query's best positive from 0 among all candidates, and keep the `top` nearest.
+    """Rank each query's best positive from 0 among all candidates, and find the `top` nearest.
 
-    Memory is query_chunk x candidate_chunk scores; processes share query chunks. query, candidate:
-    (., d) float32 features; positives: (queries, max_positives) candidate indices, at least one in
-    a row, the rest -1.
+    Memory is query_chunk x candidate_chunk similarities; processes share query chunks.
+
+    Args:
+        query, candidate: (., d) float32 features.
+        positives: (queries, max_positives) candidate indices, at least one a row, padded with -1.
     """
     processes = processes or ProcessGroup.current()
     top = min(top, len(candidate))
     starts = range(0, len(query), query_chunk)
 
-    def chunk(number: int) -> tuple[NDArray, NDArray, NDArray]:
+    def search_chunk(number: int) -> Search:
         rows = slice(starts[number], starts[number] + query_chunk)
         chunk_positives = torch.from_numpy(positives[rows]).to(query.device)
         return _search_chunk(query[rows], candidate, chunk_positives, top, candidate_chunk)
 
-    parts = processes.map_blocks(len(starts), chunk)
-    if not parts:
+    chunks = processes.map_blocks(len(starts), search_chunk)
+    if not chunks:
         empty = np.zeros((0, top), dtype=np.int64)
         return Search(empty.sum(axis=1), empty, empty.astype(np.float32))
-    return Search(*(np.concatenate(column) for column in zip(*parts)))
+    return Search(*map(np.concatenate, zip(*chunks)))
 
 
 def _search_chunk(
-    query: Tensor, candidate: Tensor, positives: Tensor, top: int, step: int
-) -> tuple[NDArray, NDArray, NDArray]:
-    best = _best_positive(query, candidate, positives)
+    query: Tensor, candidate: Tensor, positives: Tensor, top: int, candidate_chunk: int
+) -> Search:
+    best = _best_similarity(query, candidate, positives)
     num_ahead = torch.zeros(len(query), dtype=torch.int64, device=query.device)
-    # One integer holds score and index, so that equal scores have one order on every device.
-    keys = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
-    for start in range(0, len(candidate), step):
-        scores = similarity(query, candidate[start : start + step])
+    # An integer of similarity and index: ties have one order on every device.
+    packed = torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    for start in range(0, len(candidate), candidate_chunk):
+        similarities = similarity(query, candidate[start : start + candidate_chunk])
         # Ties and NaN count against the model.
-        is_ahead = ~(scores < best[:, None])
+        is_ahead = ~(similarities < best[:, None])
+        # Positives in this chunk are not ahead of themselves.
         column = positives - start
-        row, entry = ((column >= 0) & (column < scores.shape[1])).nonzero(as_tuple=True)
+        row, entry = ((column >= 0) & (column < similarities.shape[1])).nonzero(as_tuple=True)
         is_ahead[row, column[row, entry]] = False
         num_ahead += is_ahead.sum(dim=1)
         if top:
-            index = torch.arange(start, start + scores.shape[1], device=query.device)
-            chunk_keys = _pack(scores, index)
-            chunk_keys = chunk_keys.topk(min(top, chunk_keys.shape[1]), dim=1).values
-            keys = torch.cat([keys, chunk_keys], dim=1)
-            keys = keys.topk(min(top, keys.shape[1]), dim=1).values
-    scores, nearest = _unpack(keys)
-    return num_ahead.cpu().numpy(), nearest.cpu().numpy(), scores.cpu().numpy()
+            index = torch.arange(start, start + similarities.shape[1], device=query.device)
+            chunk_packed = _pack(similarities, index)
+            chunk_packed = chunk_packed.topk(min(top, chunk_packed.shape[1]), dim=1).values
+            packed = torch.cat([packed, chunk_packed], dim=1)
+            packed = packed.topk(min(top, packed.shape[1]), dim=1).values
+    similarities, nearest = _unpack(packed)
+    return Search(num_ahead.cpu().numpy(), nearest.cpu().numpy(), similarities.cpu().numpy())
 
 
-def _best_positive(query: Tensor, candidate: Tensor, positives: Tensor) -> Tensor:
-    """Return the score of the best positive; -inf if all are NaN."""
+def _best_similarity(query: Tensor, candidate: Tensor, positives: Tensor) -> Tensor:
+    """Return each query's similarity to its best positive, (queries,); -inf if all are NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
-    for column in range(positives.shape[1]):
-        features = candidate[positives[:, column].clamp(min=0)]
-        scores = (query.double() * features.double()).sum(dim=1).float()
-        scores = scores.masked_fill((positives[:, column] == PADDING) | scores.isnan(), -torch.inf)
-        best = torch.maximum(best, scores)
+    for indices in positives.T:
+        features = candidate[indices.clamp(min=0)]
+        similarities = (query.double() * features.double()).sum(dim=1).float()
+        is_missing = (indices == PADDING) | similarities.isnan()
+        best = torch.maximum(best, similarities.masked_fill(is_missing, -torch.inf))
     return best
 
 
@@ -116,10 +119,10 @@ def _pack(scores: Tensor, index: Tensor) -> Tensor:
     return (ordered.long() << 32) | (0xFFFFFFFF - index)
 
 
-def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    ordered = (keys >> 32).int()
+def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    ordered = (packed >> 32).int()
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
-    return bits.view(torch.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+    return bits.view(torch.float32), 0xFFFFFFFF - (packed & 0xFFFFFFFF)
 
 
 class CandidatePairs(NamedTuple):
@@ -153,75 +156,74 @@ def match_pairs(
     processes: ProcessGroup | None = None,
     on_batch: Callable[[int], object] = lambda pairs: None,
 ) -> NDArray[np.float32]:
-    """Score pairs group by group, split over processes: (P,) float32 in the order of `pairs`.
+    """Compute the match scores of pairs, (P,) float32; processes split the batches.
 
     Args:
         match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
         group: (P,) group number of each pair; groups run in the order of their numbers.
         order: (P,) sort key within a group before it is cut into batches.
-        on_batch: called with the number of pairs of each call.
+        on_batch: called with the number of pairs of each batch.
     """
     processes = processes or ProcessGroup.current()
-    sorted_indices = np.lexsort((order, group))
-    ends = np.flatnonzero(np.diff(group[sorted_indices])) + 1
+    by_group = np.lexsort((order, group))
+    ends = np.flatnonzero(np.diff(group[by_group])) + 1
     # A group is cut into batches of equal size: a last batch of a few pairs would waste a call.
     batches = [
-        part
-        for run in np.split(sorted_indices, ends)
-        if len(run)
-        for part in np.array_split(run, -(-len(run) // batch))
+        indices
+        for group_indices in np.split(by_group, ends)
+        if len(group_indices)
+        for indices in np.array_split(group_indices, -(-len(group_indices) // batch))
     ]
 
-    def score(number: int) -> NDArray[np.float32]:
-        rows = batches[number]
-        scores = match(pairs.image[rows], pairs.text[rows])
-        on_batch(len(rows))
+    def match_batch(number: int) -> NDArray[np.float32]:
+        indices = batches[number]
+        scores = match(pairs.image[indices], pairs.text[indices])
+        on_batch(len(indices))
         return scores
 
-    batch_scores = processes.map_blocks(len(batches), score)
-    result = np.empty(len(sorted_indices), dtype=np.float32)
-    for rows, scores in zip(batches, batch_scores):
-        result[rows] = scores
-    return result
+    match_scores = np.empty(len(by_group), dtype=np.float32)
+    for indices, scores in zip(batches, processes.map_blocks(len(batches), match_batch)):
+        match_scores[indices] = scores
+    return match_scores
 
 
 def look_up(
     pairs: CandidatePairs,
-    values: NDArray[np.float32],
-    texts: int,
+    match_scores: NDArray[np.float32],
+    num_texts: int,
     image: NDArray[np.int64],
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Return the values of index pairs (image, text), in the shape of `image`.
+    """Return the match scores of the pairs (image, text), indices of equal shape, in that shape.
 
-    All these pairs are in `pairs`, and `values` (P,) are theirs; texts: number of texts.
+    match_scores: (P,), of `pairs`, which contain all the pairs asked for.
     """
-    index = np.searchsorted(pairs.image * texts + pairs.text, image * texts + text)
-    return values[index]
+    index = np.searchsorted(pairs.image * num_texts + pairs.text, image * num_texts + text)
+    return match_scores[index]
 
 
 def reranked_ranks(
     dual: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return ranks after re-ordering the nearest candidates by `scores` (queries, top).
+    """Return ranks after re-ordering the nearest candidates by new `scores` (queries, top).
 
-    Ties and NaN count against the model. positives: (queries, max_positives), -1 pads.
+    Ties and NaN count against the model. positives: (queries, max_positives), padded with -1.
     """
     is_positive = _is_positive(dual.nearest, positives)
     best = np.where(is_positive & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )
     num_ahead = (~(scores < best) & ~is_positive).sum(axis=1)
-    # Others stay after the top, so a positive outside it keeps its dual-encoder rank.
+    # Other candidates stay behind the nearest: a positive among them keeps its dual-encoder rank.
     return np.where(is_positive.any(axis=1), num_ahead, dual.ranks)
 
 
 def list_losses(
     nearest: NDArray[np.int64], scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return -log softmax of each query's positives among its candidates, (queries,) in nats.
+    """Return -log softmax of each query's positives among its nearest, (queries,) in nats.
 
-    nearest, scores: (queries, top). NaN where no positive is among the candidates.
+    nearest, scores: (queries, top). NaN where no positive is among the nearest.
     """
     is_positive = _is_positive(nearest, positives)
     scores = scores.astype(np.float64)
@@ -231,9 +233,9 @@ def list_losses(
 
 
 def _is_positive(nearest: NDArray[np.int64], positives: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mark candidates (queries, top) that are among `positives` (queries, max_positives)."""
+    """Mark entries of `nearest` (queries, top) that are in `positives` (queries, max_positives)."""
     is_positive = np.zeros(nearest.shape, dtype=bool)
-    # By columns: a caption of many images would make a large (queries, top, max_positives).
+    # By columns: a caption of many images would need a large (queries, top, max_positives).
     for column in positives.T:
         is_positive |= (nearest == column[:, None]) & (column[:, None] != PADDING)
     return is_positive
@@ -254,84 +256,89 @@ def match_batch_for(device: torch.device, batch: int | None = None) -> int:
 
 
 class EncodedBlocks(Protocol):
-    """Interface of `Encoder`: blocks of encoded images and captions, the scorer of their pairs."""
+    """Part of `Encoder` that re-ranking reads: encoded blocks, and the scorer of their pairs."""
 
     itm_scorer: ITMScorer
     images: BlockCache[int]
     texts: BlockCache[int]
-    text_widths: NDArray[np.int64]
+    text_lengths: NDArray[np.int64]
     batch: int
     device: torch.device
     precision: Precision | None
 
 
 class PairScorer:
-    """Log-odds of pairs of one image and texts of one bucket, from encoded blocks."""
+    """Match log-odds of pairs of one image and texts of one bucket, from encoded blocks."""
 
     def __init__(self, encoded: EncodedBlocks, collection: Collection) -> None:
         self.encoded, self.collection = encoded, collection
         block, row = collection.text_location.T
-        # Captions are sorted by length, then cut into blocks: block and row give that order.
-        widths = encoded.text_widths
-        self._position, self._width = block * encoded.batch + row, widths[block]
-        self._bucket_of_block = assign_buckets(widths, encoded.batch, MAX_BUCKET_TOKENS)
+        # Captions were sorted by length, then cut into blocks: the index among sorted captions.
+        self._sorted_index = block * encoded.batch + row
+        self._length = encoded.text_lengths[block]
+        self._bucket_of_block = assign_buckets(
+            encoded.text_lengths, encoded.batch, MAX_BUCKET_TOKENS
+        )
         self._bucket_of_text = self._bucket_of_block[block]
-        self._bucket: tuple[int, Any] = (-1, None)
-        self._image: tuple[int, Any] = (-1, None)
+        # The last bucket and the last image, with their prepared states.
+        self._prepared_bucket: tuple[int, Any] = (-1, None)
+        self._prepared_image: tuple[int, Any] = (-1, None)
 
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
-        """Return group numbers of pairs that may share a call: one image, one bucket of texts."""
-        text_buckets = 1 + self._bucket_of_block.max(initial=0)
-        bucket = pairs.image // IMAGES_PER_PASS * text_buckets + self._bucket_of_text[pairs.text]
-        return bucket * len(self.collection.image) + pairs.image
+        """Return group numbers (P,): pairs of one image and text bucket may share a call."""
+        buckets = 1 + self._bucket_of_block.max(initial=0)
+        # Every pass over some images reads all buckets.
+        bucket = pairs.image // IMAGES_PER_PASS * buckets + self._bucket_of_text[pairs.text]
+        return bucket * len(self.collection.image_features) + pairs.image
 
     def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
-        """Return the order inside a group, texts of similar length together."""
-        return self._position[pairs.text]
+        """Return sort keys (P,) that bring texts of similar length together."""
+        return self._sorted_index[pairs.text]
 
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
         """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
         encoded = self.encoded
         with torch.no_grad(), inference(encoded.device, encoded.precision):
-            prepared = self._prepared_image(int(image[0]))
-            first, texts = self._prepared_texts(int(self._bucket_of_text[text[0]]))
-            rows = torch.from_numpy(self._position[text] - first).to(encoded.device)
-            pair_texts = texts.select(rows, int(self._width[text].max()))
-            logits = encoded.itm_scorer.match(prepared, pair_texts)
-        return logits.float().cpu().numpy()
+            prepared = self._prepare_image(int(image[0]))
+            first, texts = self._prepare_bucket(int(self._bucket_of_text[text[0]]))
+            rows = torch.from_numpy(self._sorted_index[text] - first).to(encoded.device)
+            pair_texts = texts.select(rows, int(self._length[text].max()))
+            log_odds = encoded.itm_scorer.match(prepared, pair_texts)
+        return log_odds.float().cpu().numpy()
 
-    def _prepared_image(self, image: int) -> Any:
-        if self._image[0] != image:
-            # Freed before the next one is prepared, so that only one is in memory.
-            self._image = (-1, None)
+    def _prepare_image(self, image: int) -> Any:
+        if self._prepared_image[0] != image:
+            # Freed before the next image is prepared, so that only one is in memory.
+            self._prepared_image = (-1, None)
             block, row = self.collection.image_location[image]
             features = self.encoded.images[int(block)].features
             image_features = features.select(torch.tensor([row], device=self.encoded.device))
-            self._image = (image, self.encoded.itm_scorer.prepare_image(image_features))
-        return self._image[1]
+            self._prepared_image = (image, self.encoded.itm_scorer.prepare_image(image_features))
+        return self._prepared_image[1]
 
-    def _prepared_texts(self, bucket: int) -> tuple[int, Any]:
-        """Return the position of a bucket's first text, and all its texts."""
-        if self._bucket[0] != bucket:
-            self._bucket = (-1, None)
+    def _prepare_bucket(self, bucket: int) -> tuple[int, Any]:
+        """Return the sorted index of a bucket's first text, and the prepared texts."""
+        if self._prepared_bucket[0] != bucket:
+            self._prepared_bucket = (-1, None)
             blocks = np.flatnonzero(self._bucket_of_block == bucket)
             parts = (self.encoded.texts[int(block)].features for block in blocks)
             prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in parts]
             first = int(blocks[0]) * self.encoded.batch
-            self._bucket = (bucket, (first, type(prepared[0]).stack(prepared)))
-        return self._bucket[1]
+            self._prepared_bucket = (bucket, (first, type(prepared[0]).stack(prepared)))
+        return self._prepared_bucket[1]
 
 
-def assign_buckets(widths: NDArray[np.int64], rows: int, tokens: int) -> NDArray[np.int64]:
-    """Return the bucket of each block of texts, counted from 0.
+def assign_buckets(lengths: NDArray[np.int64], batch: int, max_tokens: int) -> NDArray[np.int64]:
+    """Return the bucket of each block of `batch` texts, counted from 0.
 
-    widths: (blocks,) tokens of each block's texts, non-decreasing. tokens: maximum of a bucket,
-    padded to its widest block; a bucket has at least one block, even a larger one.
+    lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: of a bucket,
+    padded to its longest block; a bucket has at least one block, even a larger one.
     """
-    bucket = np.zeros(len(widths), dtype=np.int64)
+    bucket = np.zeros(len(lengths), dtype=np.int64)
+    # First block of the current bucket.
     first = 0
-    for block, width in enumerate(widths):
-        if (block + 1 - first) * rows * width > tokens:
+    for block, length in enumerate(lengths):
+        if (block + 1 - first) * batch * length > max_tokens:
             first = block
         bucket[block] = bucket[block - 1] + (first == block) if block else 0
     return bucket

@@ -51,23 +51,26 @@ def positive_ranks(
     bank_temperature: float = BANK_TEMPERATURE,
     add_match_stage: bool = False,
 ) -> tuple[dict[tuple[str, str], NDArray[np.int64]], dict[tuple[str, str], NDArray[np.float64]]]:
-    """Return the rank from 0 of each query's best-ranked positive, by (stage, direction).
+    """Return ranks from 0 of each query's best-ranked positive, and `list_losses` of re-ranking.
 
-    With `rerank`, also return the `list_losses` of the candidates, else an empty dict.
+    Both are (queries,) by (stage, direction); without `rerank` there are no losses.
 
-    Rerank score = similarity / temperature + match score; without a temperature, the match score
-    alone. add_match_stage: rank by the match score alone, too, as stage `match`.
+    Args:
+        rerank: number of nearest candidates that are scored again by similarity / temperature +
+            match score; without a temperature, by the match score alone.
+        bank: queries for query-bank normalisation of the similarities.
+        add_match_stage: rank by the match score alone, too, as stage `match`.
     """
     processes = processes or ProcessGroup.current()
     positives = dict(zip(DIRECTIONS, collection.positives()))
     features: dict[Direction, tuple[Tensor, Tensor]] = {
-        "text_to_image": (collection.text, collection.image),
-        "image_to_text": (collection.image, collection.text),
+        "text_to_image": (collection.text_features, collection.image_features),
+        "image_to_text": (collection.image_features, collection.text_features),
     }
     if bank is not None:
-        queries: dict[Direction, Tensor] = {"text_to_image": bank.text, "image_to_text": bank.image}
+        bank_queries = {"text_to_image": bank.text_features, "image_to_text": bank.image_features}
         features = {
-            direction: normalised_features(*pair, queries[direction], bank_temperature)
+            direction: normalised_features(*pair, bank_queries[direction], bank_temperature)
             for direction, pair in features.items()
         }
     searches: dict[Direction, Search] = {
@@ -79,26 +82,25 @@ def positive_ranks(
     }
     losses: dict[tuple[str, str], NDArray[np.float64]] = {}
     if rerank:
-        match_scores = _rerank_scores(encoded, collection, searches, match_batch, processes, quiet)
+        match_scores = _match_scores(encoded, collection, searches, match_batch, processes, quiet)
         for direction in DIRECTIONS:
-            dual, targets = searches[direction], positives[direction]
+            dual, direction_positives = searches[direction], positives[direction]
             scores = match_scores[direction]
-            candidates = dual.nearest
-            losses["match", direction] = list_losses(candidates, scores, targets)
+            losses["match", direction] = list_losses(dual.nearest, scores, direction_positives)
             if add_match_stage:
-                all_ranks["match", direction] = reranked_ranks(dual, scores, targets)
+                all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
             # ITM negatives are drawn in proportion to exp(similarity / temperature): ITM log-odds
             # are relative to them, and to all candidates once the similarity is added.
             if temperature is not None:
-                similarities = dual.scores.astype(np.float64) / temperature
-                losses["dual", direction] = list_losses(candidates, similarities, targets)
-                scores = scores + similarities
-                losses["rerank", direction] = list_losses(candidates, scores, targets)
-            all_ranks["rerank", direction] = reranked_ranks(dual, scores, targets)
+                scaled = dual.similarities.astype(np.float64) / temperature
+                losses["dual", direction] = list_losses(dual.nearest, scaled, direction_positives)
+                scores = scores + scaled
+                losses["rerank", direction] = list_losses(dual.nearest, scores, direction_positives)
+            all_ranks["rerank", direction] = reranked_ranks(dual, scores, direction_positives)
     return all_ranks, losses
 
 
-def _rerank_scores(
+def _match_scores(
     encoded: EncodedBlocks,
     collection: Collection,
     searches: Mapping[Direction, Search],
@@ -106,12 +108,12 @@ def _rerank_scores(
     processes: ProcessGroup,
     quiet: bool,
 ) -> dict[Direction, NDArray[np.floating]]:
+    """Return the match scores (queries, top) of the nearest candidates by direction."""
     pairs = nearest_pairs(searches["text_to_image"], searches["image_to_text"])
-    texts = len(collection.text)
-    count = -(-len(pairs.image) // processes.world_size)
-    with tqdm(total=count, desc="match", disable=quiet) as bar:
+    pairs_per_process = -(-len(pairs.image) // processes.world_size)
+    with tqdm(total=pairs_per_process, desc="match", disable=quiet) as bar:
         scorer = PairScorer(encoded, collection)
-        log_odds = match_pairs(
+        match_scores = match_pairs(
             pairs,
             scorer,
             scorer.groups(pairs),
@@ -120,14 +122,13 @@ def _rerank_scores(
             processes=processes,
             on_batch=bar.update,
         )
-    log_odds = require_finite(log_odds)
-    images = searches["text_to_image"].nearest
-    captions = searches["image_to_text"].nearest
-    text_index = np.broadcast_to(np.arange(texts)[:, None], images.shape)
-    image_index = np.broadcast_to(np.arange(len(captions))[:, None], captions.shape)
+    require_finite(match_scores)
+    images, texts = searches["text_to_image"].nearest, searches["image_to_text"].nearest
+    text_queries = np.broadcast_to(np.arange(len(images))[:, None], images.shape)
+    image_queries = np.broadcast_to(np.arange(len(texts))[:, None], texts.shape)
     return {
-        "text_to_image": look_up(pairs, log_odds, texts, images, text_index),
-        "image_to_text": look_up(pairs, log_odds, texts, image_index, captions),
+        "text_to_image": look_up(pairs, match_scores, len(images), images, text_queries),
+        "image_to_text": look_up(pairs, match_scores, len(images), image_queries, texts),
     }
 
 
@@ -146,10 +147,10 @@ class StoredSamples(Samples):
         if features:
             self._stored = stored_sources(features, preprocessing, self._items.indices)
 
-    def _image(self, position: int, data: bytes, where: str, min_size: int | None) -> Any:
+    def _image(self, index: int, data: bytes, where: str, min_size: int | None) -> Any:
         if self._stored is None:
-            return super()._image(position, data, where, min_size)
-        folder, shard, sample, _ = self._items.place(position)
+            return super()._image(index, data, where, min_size)
+        folder, shard, sample, _ = self._items.place(index)
         # Raises BadSample for a sample whose image could not be encoded.
         self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)
@@ -158,20 +159,22 @@ class StoredSamples(Samples):
 def query_rows(
     ranks: Mapping[str, NDArray[np.int64]], direction: str, collection: Collection
 ) -> list[dict[str, Any]]:
-    """Return a row for each query of one direction.
+    """Return a row for each query of one direction; `ranks` (queries,) count from 0, by stage.
 
     Rows hold `direction`, the image's `key` and `image`; for a caption also `caption` (its index
     within the image) and `text`; and `ranks` of the best-ranked positive by stage, from 1.
     """
     queries: list[dict[str, Any]] = [
-        {"key": first.key, "image": "/".join(first.identity)} for first in collection.samples
+        {"key": sample.key, "image": "/".join(sample.image_identity)}
+        for sample in collection.samples
     ]
     if direction == "text_to_image":
-        owners = collection.image_of_text
-        numbers = np.arange(len(owners)) - np.searchsorted(owners, owners)
+        images = collection.image_of_text
+        # The captions of an image follow each other.
+        caption_indices = np.arange(len(images)) - np.searchsorted(images, images)
         queries = [
-            {**queries[owner], "caption": int(number), "text": text}
-            for owner, number, text in zip(owners, numbers, collection.captions)
+            {**queries[image], "caption": int(index), "text": text}
+            for image, index, text in zip(images, caption_indices, collection.captions)
         ]
     return [
         {
@@ -196,7 +199,7 @@ class RetrievalResult(Result):
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the result: `dual`, and after re-ranking `rerank` and `match`."""
+        """Return the stages with figures: `dual`, and by option `rerank` and `match`."""
         return tuple(stage for stage in STAGES if (stage, "both", MEAN) in self.figures)
 
     def recall(self, stage: Stage, direction: Direction, k: int) -> Figure:
@@ -230,8 +233,12 @@ class RetrievalResult(Result):
 
     def plain_figures(self) -> dict[str, Any]:
         """Return a list of figures with stage, direction and name."""
-        parts = ("stage", "direction", "name")
-        return {"figures": [dict(zip(parts, k)) | f._asdict() for k, f in self.figures.items()]}
+        names = ("stage", "direction", "name")
+        return {
+            "figures": [
+                dict(zip(names, key)) | figure._asdict() for key, figure in self.figures.items()
+            ]
+        }
 
 
 def evaluate_retrieval(
@@ -248,18 +255,18 @@ def evaluate_retrieval(
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
-    """Evaluate recall on the shards; independent of the world size.
+    """Evaluate recall on the shards; the same for any number of ranks.
 
-    Re-ranking adds the cross-modal log-odds to similarity / temperature ("sum") or replaces it
-    ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the score alone as stage
-    `match`. The result notes an untrained match head.
+    Re-ranking adds the match score, the cross-modal log-odds, to similarity / temperature ("sum")
+    or ranks by it alone ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the
+    match score alone as stage `match`. The result notes an untrained match head.
 
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
             image with several captions.
         rerank: candidates of each query that the cross-modal encoder scores; 0 disables it.
         temperature: of the similarity in "sum"; None is the model's.
-        match_batch: maximum pairs per cross-encoder call; None: 64 on a CPU, 1,024 elsewhere.
+        match_batch: maximum pairs of a cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         features: folders with stored features by the model's frozen tower (`vlp data features`) for
             all shards, the bank's included; images are then never decoded.
@@ -286,13 +293,16 @@ def evaluate_retrieval(
         # Token states are kept only for re-ranking.
         encoder = Encoder(loaded, samples, options, torch_device, memory if rerank else 0)
         collection = encoder.collect(processes)
-        bank_collection, shared = None, 0
+        bank_collection, common_images = None, 0
         if bank:
             bank_samples = StoredSamples(bank, None, stored, loaded.preprocess)
             bank_encoder = Encoder(loaded, bank_samples, options, torch_device)
             bank_collection = bank_encoder.collect(processes, "bank")
-            bank_images = {sample.identity for sample in bank_collection.samples}
-            shared = len(bank_images & {sample.identity for sample in collection.samples})
+            bank_images, images = (
+                {sample.image_identity for sample in part.samples}
+                for part in (bank_collection, collection)
+            )
+            common_images = len(bank_images & images)
         with encoder.prefetch_images():
             all_ranks, losses = positive_ranks(
                 encoder,
@@ -309,18 +319,18 @@ def evaluate_retrieval(
     notes: list[str] = []
     list_loss: dict[str, float] = {}
     if rerank:
-        by = "the match score alone"
+        score = "the match score alone"
         if temperature is not None:
-            by = f"similarity / {temperature:.3g} + match score"
-        notes.append(f"The top {rerank} were re-ranked by {by}.")
-        parts = []
+            score = f"similarity / {temperature:.3g} + match score"
+        notes.append(f"The top {rerank} were re-ranked by {score}.")
+        loss_texts = []
         for (stage, direction), query_losses in sorted(losses.items()):
             if not np.isnan(query_losses).all():
                 loss = float(np.nanmean(query_losses))
                 list_loss[f"{stage}/{direction}"] = loss
-                parts.append(f"{stage} {ARROWS[direction]} {loss:.3f}")
+                loss_texts.append(f"{stage} {ARROWS[direction]} {loss:.3f}")
         average = "List loss in nats, mean over queries with a positive among them"
-        notes.append(f"{average}: {', '.join(parts) or 'none'}.")
+        notes.append(f"{average}: {', '.join(loss_texts) or 'none'}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:
@@ -329,8 +339,8 @@ def evaluate_retrieval(
             f"Similarities are normalised by the queries of {', '.join(map(str, bank))} at "
             f"temperature {bank_temperature:g}; skipped there: {skipped_text}."
         )
-    if shared:
-        notes.append(f"{shared} of these images are in the bank, so recall is biased upwards.")
+    if common_images:
+        notes.append(f"{common_images} of the images are in the bank: recall is biased upwards.")
     images_of_text, _ = collection.positives()
     if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
         notes.append(f"{copies} captions also describe another image: correct for both.")
@@ -339,10 +349,10 @@ def evaluate_retrieval(
             f"{collection.copies} images without image_id are byte-identical to an earlier one, "
             "whose captions count as wrong; give both one image_id."
         )
-    notes += cut_notes(collection.cut, len(collection.text), "captions")
+    notes += cut_notes(collection.cut, len(collection.text_features), "captions")
     return RetrievalResult(
         kind="retrieval",
-        counts={"images": len(collection.image), "texts": len(collection.text)},
+        counts={"images": len(collection.image_features), "texts": len(collection.text_features)},
         shards=tuple(map(str, shards)),
         figures=_figures(all_ranks, collection, options.resamples),
         predictions=[
@@ -364,7 +374,7 @@ def evaluate_retrieval(
             "bank": list(map(str, bank)),
             "bank_temperature": bank_temperature if bank else None,
             "bank_skipped": bank_skipped,
-            "bank_shared": shared,
+            "bank_shared": common_images,
         },
     )
 
@@ -373,9 +383,9 @@ def _figures(
     all_ranks: dict[tuple[str, str], NDArray[np.int64]], collection: Collection, resamples: int
 ) -> dict[tuple[str, str, str], Figure]:
     """Compute recall at each k and the means, with intervals from the same resamples of images."""
-    images, texts = len(collection.image), len(collection.text)
+    images, texts = len(collection.image_features), len(collection.text_features)
     captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
-    num_positives = [(answers != PADDING).sum(axis=1) for answers in collection.positives()]
+    num_positives = [(indices != PADDING).sum(axis=1) for indices in collection.positives()]
     chances = {
         "text_to_image": [chance_recall(num_positives[0], images, k) for k in RECALL_AT],
         "image_to_text": [chance_recall(num_positives[1], texts, k) for k in RECALL_AT],
@@ -383,17 +393,17 @@ def _figures(
     figures: dict[tuple[str, str, str], Figure] = {}
     for stage in dict.fromkeys(stage for stage, _ in all_ranks):
         # Hits and queries per image: all captions of an image are resampled together.
-        hits, queries = [], []
+        hit_columns, query_columns = [], []
         for direction in DIRECTIONS:
+            by_text = direction == "text_to_image"
+            query_image = collection.image_of_text if by_text else np.arange(images)
             for k in RECALL_AT:
-                hit = all_ranks[stage, direction] < k
-                by_text = direction == "text_to_image"
-                owner = collection.image_of_text if by_text else np.arange(images)
-                hits.append(np.bincount(owner, hit, minlength=images))
-                queries.append(captions if by_text else np.ones(images))
-        values, weights = np.stack(hits, axis=1), np.stack(queries, axis=1)
-        point = _with_means(values.sum(axis=0, keepdims=True) / weights.sum(axis=0))[0]
-        resampled = _with_means(bootstrap_means(values, weights, resamples=resamples))
+                is_hit = all_ranks[stage, direction] < k
+                hit_columns.append(np.bincount(query_image, is_hit, minlength=images))
+                query_columns.append(captions if by_text else np.ones(images))
+        hits, queries = np.stack(hit_columns, axis=1), np.stack(query_columns, axis=1)
+        point = _with_means(hits.sum(axis=0, keepdims=True) / queries.sum(axis=0))[0]
+        resampled = _with_means(bootstrap_means(hits, queries, resamples=resamples))
         low, high = percentile_interval(resampled)
         chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]

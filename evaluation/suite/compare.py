@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -119,14 +121,13 @@ _LISTED = 5
 _NLVR2_LABELS = {"True", "False"}
 
 Row = dict[str, Any]
-# Fields that identify an item, see `_IDENTITY`, with a count for repeats.
-Identity = tuple[Any, ...]
+# Values of the fields that identify an item, see `_KEY_FIELDS`, and a count for repeats.
+ItemKey = tuple[Any, ...]
 # Value of each item, by figure.
-Values = dict[str, dict[Identity, float]]
+Values = dict[str, dict[ItemKey, float]]
 
-# Field by which rows of a task are recognised, the first that matches -> fields that identify an
-# item.
-_IDENTITY = {
+# Type of a row, the first of these fields that it has -> fields that identify its item.
+_KEY_FIELDS = {
     "direction": ("direction", "key", "caption", "text"),
     "question_id": ("key", "question_id", "question"),
     "image_id": ("key", "image_id"),
@@ -204,21 +205,22 @@ def compare(
     """
     files = _predictions_files(Path(first), Path(second), task)
     predictions = [_read_scored(file) for file in files]
-    kinds = [_row_kind(rows[0], file) for rows, file in zip(predictions, files)]
-    if kinds[0] != kinds[1]:
+    row_type, second_type = (_row_type(rows[0], file) for rows, file in zip(predictions, files))
+    if row_type != second_type:
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
-    first_rows, second_rows = (_by_identity(rows, kinds[0]) for rows in predictions)
+    first_rows, second_rows = (_rows_by_item(rows, row_type) for rows in predictions)
     _require_same_items(first_rows, second_rows, files)
-    images = {identity: row.get("image", row["key"]) for identity, row in first_rows.items()}
-    values = [_values(rows, kinds[0]) for rows in (first_rows, second_rows)]
+    images = {item: row.get("image", row["key"]) for item, row in first_rows.items()}
+    first_figures, second_figures = (_values(rows, row_type) for rows in (first_rows, second_rows))
     differences = {}
-    for name, first_values in values[0].items():
-        if name not in values[1] or first_values.keys() != values[1][name].keys():
+    for name, first_values in first_figures.items():
+        second_values = second_figures.get(name, {})
+        if first_values.keys() != second_values.keys():
             continue
         differences[name] = item_difference(
             np.array(list(first_values.values())),
-            np.array([values[1][name][identity] for identity in first_values]),
-            [images.get(identity, identity) for identity in first_values],
+            np.array([second_values[item] for item in first_values]),
+            [images.get(item, item) for item in first_values],
             resamples=resamples,
             permutations=permutations,
         )
@@ -265,33 +267,48 @@ def _read_scored(file: Path) -> list[Row]:
         raise EvaluationError(
             f"{file}: no row has scores; `vlp evaluate TASK` writes them for annotated samples"
         )
+    for row in rows:
+        values = row.get("scores", row.get("ranks"))
+        if (
+            "key" not in row
+            or not isinstance(values, dict)
+            or not all(map(_is_finite, values.values()))
+        ):
+            raise EvaluationError(
+                f"{file}: a row needs a `key`, and finite numbers as `scores` or `ranks`; found "
+                f"{json.dumps(row)[:200]}"
+            )
     return rows
 
 
-def _row_kind(row: Row, file: Path) -> str:
-    for name in _IDENTITY:
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _row_type(row: Row, file: Path) -> str:
+    for name in _KEY_FIELDS:
         if name in row:
             return name
     raise EvaluationError(f"{file}: not a file of predictions (its rows have {', '.join(row)})")
 
 
-def _by_identity(rows: Sequence[Row], kind: str) -> dict[Identity, Row]:
+def _rows_by_item(rows: Sequence[Row], row_type: str) -> dict[ItemKey, Row]:
     # Rows with equal fields, such as one key in two folders, are numbered in their order.
-    counts: Counter[Identity] = Counter()
-    by_identity = {}
+    counts: Counter[ItemKey] = Counter()
+    rows_by_item = {}
     for row in rows:
-        identity = tuple(row.get(part) for part in _IDENTITY[kind])
-        counts[identity] += 1
-        by_identity[*identity, counts[identity]] = row
-    return by_identity
+        item = tuple(row.get(part) for part in _KEY_FIELDS[row_type])
+        counts[item] += 1
+        rows_by_item[*item, counts[item]] = row
+    return rows_by_item
 
 
 def _require_same_items(
-    first: dict[Identity, Row], second: dict[Identity, Row], files: Sequence[Path]
+    first: dict[ItemKey, Row], second: dict[ItemKey, Row], files: Sequence[Path]
 ) -> None:
     problems = []
     for required, available, file in ((second, first, files[0]), (first, second, files[1])):
-        missing = [_label(identity) for identity in required if identity not in available]
+        missing = [_item_text(item) for item in required if item not in available]
         if missing:
             more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
             problems.append(f"{file} lacks {', '.join(missing[:_LISTED])}{more}")
@@ -299,25 +316,26 @@ def _require_same_items(
         raise EvaluationError(
             f"not the same items: {'; '.join(problems)}. Evaluate both models on the same shards"
         )
-    for identity, row in first.items():
-        if row.get("label") != second[identity].get("label"):
+    for item, row in first.items():
+        if row.get("label") != second[item].get("label"):
             raise EvaluationError(
-                f"not the same labels: {_label(identity)} is {row.get('label')} in {files[0]} and "
-                f"{second[identity].get('label')} in {files[1]}"
+                f"not the same labels: {_item_text(item)} is {row.get('label')} in {files[0]} and "
+                f"{second[item].get('label')} in {files[1]}"
             )
 
 
-def _label(identity: Identity) -> str:
-    return " ".join(str(part) for part in identity[:-1] if part is not None)
+def _item_text(item: ItemKey) -> str:
+    return " ".join(str(part) for part in item[:-1] if part is not None)
 
 
-def _values(rows: dict[Identity, Row], kind: str) -> Values:
+def _values(rows: dict[ItemKey, Row], row_type: str) -> Values:
     values: Values = {}
-    for identity, row in rows.items():
+    for item, row in rows.items():
         scores = row["scores"] if "scores" in row else _recalls(row)
         for name, value in scores.items():
-            values.setdefault(name, {})[identity] = float(value)
-    if kind == "prediction" and {str(row.get("label")) for row in rows.values()} <= _NLVR2_LABELS:
+            values.setdefault(name, {})[item] = float(value)
+    labels = {str(row.get("label")) for row in rows.values()}
+    if row_type == "prediction" and labels <= _NLVR2_LABELS:
         values["consistency"] = _consistency(rows)
     return values
 
@@ -331,9 +349,9 @@ def _recalls(row: Row) -> dict[str, float]:
     }
 
 
-def _consistency(rows: dict[Identity, Row]) -> dict[Identity, float]:
+def _consistency(rows: dict[ItemKey, Row]) -> dict[ItemKey, float]:
     """Compute NLVR2's consistency by sentence: 1 if the model is right on all its image pairs."""
-    correct: dict[Identity, float] = {}
+    correct: dict[ItemKey, float] = {}
     for row in rows.values():
         sentence = ("sentence", sentence_of(row))
         correct[sentence] = min(correct.get(sentence, 1.0), row["scores"]["accuracy"])

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from evaluation.downstream.task_evaluation import get_evaluation, load_model
-from evaluation.grounding.grounding import evaluate_grounding
-from evaluation.jobs import JOBS, NAME, PROBES, Job, ZeroShotJob
+from evaluation.jobs import NAME, PROBES, Job, ZeroShotJob
 from evaluation.options import EvalOptions
 from evaluation.probes.foils import evaluate_foils
 from evaluation.probes.swaps import evaluate_swaps
@@ -54,15 +53,15 @@ AnyJob = Annotated[Job, Choice("task", job_names, job_class)]
 
 
 class EvaluatedModel(Config):
-    """A row of the tables: one model, or a model for each task."""
+    """A column of the tables: one model, or a model for each task."""
 
-    name: str = Field(pattern=NAME, description="its row in every table")
+    name: str = Field(pattern=NAME, description="its name in every table")
     model: str | None = Field(
         None,
         description="folder or hub name of all tasks that name none; a dual encoder of another "
         "library is `transformers:NAME` or `open_clip:ARCHITECTURE/TAG`",
     )
-    tasks: tuple[AnyJob, ...] = Field(min_length=1, description="what it is evaluated on")
+    tasks: tuple[AnyJob, ...] = Field(min_length=1, description="tasks to evaluate it on")
 
     @model_validator(mode="after")
     def _require_unique_tasks(self) -> EvaluatedModel:
@@ -72,7 +71,7 @@ class EvaluatedModel(Config):
                 raise ValueError(f"{self.name} has two tasks {label!r}: give each a `name`")
         for job in self.tasks:
             if job.model is None and self.model is None:
-                raise ValueError(f"{self.name}, {job.label}: neither it nor its entry has a model")
+                raise ValueError(f"{self.name}, {job.label}: set `model` of the task or the entry")
         return self
 
 
@@ -82,7 +81,7 @@ class SuiteConfig(Config):
     output: LocalPath = Field(
         "runs/evaluation", description="folder of the results; --out replaces it"
     )
-    models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="that are compared")
+    models: tuple[EvaluatedModel, ...] = Field(min_length=1, description="models to compare")
 
     @model_validator(mode="after")
     def _require_same_data(self) -> SuiteConfig:
@@ -136,15 +135,14 @@ def _folder_name(model: str) -> str:
 # Files of a model folder that no checksum covers: a card is written after an evaluation.
 _CARD_FILES = ("README.md", ".gitattributes")
 
-
 # Tasks of dual encoders, which have one feature per image and per text.
 DUAL_ENCODER_TASKS = ("retrieval", "zeroshot", "swaps", "foils")
 
 
 def job_key(job: Job, folder: Path | OtherModel, checksums: dict[Path | OtherModel, str]) -> str:
-    """Hash the inputs of a result: model files, options, data and prompts.
+    """Return a hash of the inputs of a result: model files, options, data and prompts.
 
-    checksums: cache of the models' checksums.
+    checksums: cache of the models' checksums, which this call fills.
     """
     parts = [json.dumps(_options(job), sort_keys=True)]
     try:
@@ -188,8 +186,7 @@ def run_job(
     if isinstance(folder, OtherModel):
         _require_dual_encoder_task(job, folder)
         loaded = folder.load()
-    elif job.task in JOBS and job.task != "vqa":
-        # Tasks for any model folder; others need a fine-tuned model.
+    elif job.task in PROBES:
         loaded = load_model(folder)
     else:
         result: Result = get_evaluation(job.task).evaluate_folder(
@@ -201,7 +198,6 @@ def run_job(
         return evaluate_zeroshot(loaded, job.shards, prompts, options, **job_options)
     evaluations: dict[str, Callable[..., Result]] = {
         "retrieval": evaluate_retrieval,
-        "grounding": evaluate_grounding,
         "pointing": evaluate_pointing,
         "swaps": evaluate_swaps,
         "foils": evaluate_foils,
@@ -223,9 +219,9 @@ def _require_dual_encoder_task(job: Job, model: OtherModel) -> None:
 
 
 def model_of(job: Job, model: str | None) -> Path | OtherModel:
-    """Return the model of a job: its local folder, or a model of another library.
+    """Return the local folder of a job's model, or the model of another library.
 
-    model: of the job's entry, for a job without a model.
+    model: the entry's, for a job without `model`.
     """
     name = job.model or model or ""
     other = other_model(name) if ":" in name else None
@@ -256,9 +252,9 @@ _INPUT_ERRORS = (ConfigError, DataError, EvaluationError, FileNotFoundError, Val
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """Results (JSON values) and failures (one line each) by model and label of the task.
+    """Results (JSON values) and failures (one line each) by (model, label of the task).
 
-    `labels` are in the order of the configuration.
+    models, labels: in the order of the configuration.
     """
 
     models: tuple[str, ...]
@@ -359,7 +355,7 @@ def run_suite(
             try:
                 results[name] = _job_result(entry, job, out, checksums, progress, device, workers)
             except Exception as error:
-                # From a worker process its text has the whole traceback.
+                # The text of a DataError from a worker process has the whole traceback.
                 message = error.plain_message if isinstance(error, DataError) else str(error)
                 failures[name] = " ".join(message.split()) or repr(error)
                 if not isinstance(error, _INPUT_ERRORS) and verbose:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from evaluation.options import EvalOptions
-from evaluation.samples import BlockReader, evenly_spaced
+from evaluation.samples import BlockReader, evenly_spaced, single_line_errors
 from evaluation.work_sharding import evaluating, inference
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
@@ -45,7 +45,8 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
                 references += screen.captions.values()
                 boxes += [_round_box(screen.widgets[number].box) for number in screen.captions]
     tokenizer: TokenizerName = "ptb" if config.java else "plain"
-    scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
+    with single_line_errors():
+        scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
     exact = [
         candidate in {" ".join(text.lower().split()) for text in texts}

@@ -134,6 +134,7 @@ def places(tmp_path, monkeypatch, model_folder, scene_shards):
         (f"{EMBED} --shards SHARDS --out taken", "--out taken"),
         (f"{EMBED} --shards SHARDS --out red.png/a", "red.png is no writable folder"),
         (f"{RETRIEVAL} --out red.png", "red.png is a file; name a folder"),
+        (f"{RETRIEVAL} SHARDS", "is named twice"),
         (ANCHORS, "either --image and --text, or --shards"),
         (f"{ANCHORS} --image red.png", "go together"),
         (f"{ANCHORS} --image red.png --text a --count 2", "--count is for --shards"),

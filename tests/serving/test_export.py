@@ -94,7 +94,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(folder, tmp_path, monkeyp
 
 
 def test_a_missing_package_is_named(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "_NEEDED", ("no_such_package",))
+    monkeypatch.setattr(module, "_ONNX_PACKAGES", ("no_such_package",))
     assert main(["export", "--model", str(folder), "--out", str(tmp_path)]) == 2
     assert "pip install 'vlp[export]'" in capsys.readouterr().err
     assert main(["export", "--model", "./nowhere", "--out", str(tmp_path)]) == 2

@@ -72,7 +72,7 @@ def test_the_loss_of_answers_is_the_sum_over_answers_and_word_pieces(tmp_path):
     def odds(one, answer):
         """Log-probabilities of each next word piece of one answer, (pieces, vocabulary)."""
         words = one.model.text_encoder.embedding
-        memory = one.remember(batch).select(batch.owners[answer : answer + 1])
+        memory = one.remember(batch).select(batch.question_index[answer : answer + 1])
         ids = batch.answer_ids[answer]
         ids = ids[ids != task.text.pad_id]
         states = one.decoder(ids[None], memory, words)
@@ -80,7 +80,7 @@ def test_the_loss_of_answers_is_the_sum_over_answers_and_word_pieces(tmp_path):
 
     with torch.no_grad():
         hard = soft = 0.0
-        for answer, share in enumerate(batch.shares.tolist()):
+        for answer, share in enumerate(batch.answer_weights.tolist()):
             student, ids = odds(task, answer)
             teacher, _ = odds(task.teacher.module, answer)
             for place in range(len(ids) - 1):

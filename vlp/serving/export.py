@@ -34,9 +34,9 @@ from vlp.models.vlp import VLPModel
 Form = Literal["onnx", "torch"]
 
 SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2"}
-_NEEDED = ("onnx", "onnxscript")
+_ONNX_PACKAGES = ("onnx", "onnxscript")
 # Weights of more bytes go into FILE.data, as an ONNX file may not exceed 2 GiB.
-_ONE_FILE = 3 * 2**29
+_MAX_BYTES = 3 * 2**29
 # Batch size of the traced example; `torch.export` would specialise on 1.
 _EXAMPLE_ROWS = 3
 
@@ -50,13 +50,13 @@ class ExportPart(NamedTuple):
     outputs: tuple[str, ...]
 
 
-class _Exported(nn.Module):
+class _ModelPart(nn.Module):
     def __init__(self, model: VLPModel) -> None:
         super().__init__()
         self.model = model
 
 
-class ExportImage(_Exported):
+class ExportImage(_ModelPart):
     """Image tower of a model."""
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ class ExportImage(_Exported):
         return image.feature, image.states, image.tokens
 
 
-class ExportText(_Exported):
+class ExportText(_ModelPart):
     """Text tower of a model."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,7 +75,7 @@ class ExportText(_Exported):
         return text.feature, text.states, text.tokens
 
 
-class ExportMatch(_Exported):
+class ExportMatch(_ModelPart):
     """Cross-modal encoder and ITM head of a model."""
 
     def forward(
@@ -88,6 +88,7 @@ class ExportMatch(_Exported):
         word_mask: Tensor,
     ) -> Tensor:
         """Compute log-odds (B,) of B pairs, from outputs of both towers and of the processor."""
+        # `cross` reads no feature: [CLS] stands in.
         image = ImageFeatures(image_states, image_states[:, 0], image_tokens)
         text = TextFeatures(
             text_states, text_states[:, 0], text_tokens, attention_mask.bool(), word_mask
@@ -140,7 +141,7 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
     form: "onnx", with the opset of the installed torch, or "torch", for `torch.export.load`.
     """
     if form == "onnx":
-        for package in _NEEDED:
+        for package in _ONNX_PACKAGES:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"ONNX needs the package {package}: pip install 'vlp[export]', or give "
@@ -185,7 +186,7 @@ def write_onnx(program: ExportedProgram, part: ExportPart, file: Path) -> None:
         verbose=False,
     )
     assert onnx_program is not None
-    large = sum(tensor.nbytes for tensor in program.state_dict.values()) > _ONE_FILE
+    large = sum(tensor.nbytes for tensor in program.state_dict.values()) > _MAX_BYTES
     onnx_program.save(str(file), external_data=large)
 
 

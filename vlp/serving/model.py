@@ -427,8 +427,8 @@ class VlpForQuestionAnswering(_VlpPreTrainedModel):
             pixel_values,
             *texts,
             answer_ids=empty.view(0, 0),
-            owners=empty,
-            shares=pixel_values.new_zeros(0),
+            question_index=empty,
+            answer_weights=pixel_values.new_zeros(0),
             valid=texts.attention_mask.any(1),
         )
         with torch.no_grad():

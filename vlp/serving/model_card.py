@@ -25,7 +25,7 @@ from vlp.tasks.grounding.task import FILE_NAME as GROUNDING
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
 # Figures of a result in the front matter.
-_SHOWN = 12
+_MAX_FIGURES = 12
 
 _WITHOUT_TASK = TaskCard(
     "image-text matching and retrieval (pretrained, or fine-tuned for retrieval)",
@@ -62,10 +62,9 @@ class _Result(NamedTuple):
 
 
 def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
-    """Write a folder's README.md and return True; keep a README.md without `MARK`.
+    """Write a folder's README.md and return True; False for a README.md without `MARK`, unchanged.
 
-    licence: of the weights, by the hub's name ("apache-2.0"); None: that of the present card, if
-    any.
+    licence: of the weights, by the hub's name ("apache-2.0"); None: the present card's, if any.
     """
     card = Path(folder) / CARD
     if card.is_file():
@@ -112,7 +111,7 @@ def _front_matter(
     name: str,
     kind: str,
     card: TaskCard,
-    anchored: bool,
+    has_anchors: bool,
     licence: str | None,
     results: list[_Result],
 ) -> str:
@@ -128,7 +127,7 @@ def _front_matter(
         )
         for result in results
         if result.shards
-        for figure, value in list(result.figures.items())[:_SHOWN]
+        for figure, value in list(result.figures.items())[:_MAX_FIGURES]
     ]
     data = ModelCardData(
         license=licence,
@@ -137,7 +136,7 @@ def _front_matter(
         tags=[
             "vision-language",
             "image-text",
-            *(["ace-rpe"] if anchored else []),
+            *(["ace-rpe"] if has_anchors else []),
             *([kind] if kind else []),
         ],
         model_name=name if eval_results else None,
@@ -157,7 +156,7 @@ def _use(card: TaskCard, task: Mapping[str, Any]) -> str:
 
 
 def _model(folder: Path, config: ModelConfig) -> str:
-    # Parameters are counted without memory for them.
+    # On the meta device parameters take no memory.
     with torch.device("meta"):
         model = VLPModel(config)
     counts = {
@@ -230,7 +229,7 @@ def _training(folder: Path) -> str:
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each training folder: weight, and the number of samples if it exists."""
+    """Yield a line for each training folder: path, weight, and if it exists number of samples."""
     from vlp.data.shards.shard_reader import ShardIndex
 
     weights_by_path = [

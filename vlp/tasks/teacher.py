@@ -59,7 +59,8 @@ class Teacher(Generic[Student]):
         # In bfloat16 an average with momentum 0.995 would never move.
         self.module: Student = copy.deepcopy(student).float().eval().requires_grad_(False)
         self._autocast_dtype = autocast_dtype
-        self._rounded: dict[str, nn.Parameter] = {}
+        # Weights in half precision, and their float32 masters, by name.
+        self._half_weights: dict[str, nn.Parameter] = {}
         self._masters: dict[str, Tensor] = {}
         self._device: torch.device | None = None
 
@@ -72,8 +73,8 @@ class Teacher(Generic[Student]):
             self._device = device
             self._masters = {name: master.to(device) for name, master in self._masters.items()}
             if self._autocast_dtype and not self._masters:
-                self._rounded = half_weights(self.module)
-                for name, weight in self._rounded.items():
+                self._half_weights = half_weights(self.module)
+                for name, weight in self._half_weights.items():
                     self._masters[name] = weight.data
                     weight.data = weight.data.to(self._autocast_dtype)
         return self
@@ -105,7 +106,7 @@ class Teacher(Generic[Student]):
             torch._foreach_mul_(deltas, applied * (1 - momentum))
             torch._foreach_add_(weights, deltas)
         if self._masters:
-            torch._foreach_copy_(list(self._rounded.values()), list(self._masters.values()))
+            torch._foreach_copy_(list(self._half_weights.values()), list(self._masters.values()))
         if buffers is not None:
             for name, buffer in self.module.named_buffers():
                 if name in buffers:

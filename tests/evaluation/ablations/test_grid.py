@@ -177,11 +177,11 @@ def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(plain))
     config, said = load_config(file, AblationConfig), []
-    found = run_ablation(config, file, say=said.append)
+    found = run_ablation(config, file, print_line=said.append)
     assert set(found) == {(name, seed) for name in ("none", "ace") for seed in (0, 1)}
     assert "swaps/shuffled/words/all/pair" in found["none", 0]
     assert (tmp_path / "out/ace/1/queries.csv").read_text().startswith("direction,image,caption,")
-    run_ablation(config, file, say=said.append)
+    run_ablation(config, file, print_line=said.append)
     assert said[-2:] == [f"vlp data scenes --out {scenes} {sizes}", "4 runs, 4 of them done"]
 
 
@@ -266,7 +266,7 @@ def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path):
     said = []
     started = time.monotonic()
     with pytest.raises(ConfigError, match="0 ended with code 3; see ") as error:
-        do_runs(runs, 2, dict, say=said.append)
+        do_runs(runs, 2, dict, print_line=said.append)
     assert error.value.__notes__ == [f"This was run 0, in {out / '0'}."]
     assert said == ["4 runs, 0 of them done"]
     assert time.monotonic() - started < 100, "the one beside it was waited for"

@@ -277,7 +277,7 @@ BOX = [0, 0, 1, 1]
         (write_nlvr2, [{"identifier": "a,b", "label": True}], "does not fit into a CSV line"),
         (write_nlvr2, [{"identifier": "", "label": True}], "identifier is empty"),
         (write_nlvr2, [{"identifier": "a", "label": True}] * 2, "more than once: identifier a"),
-        (write_snli_ve, [{"pairID": "a", "label": "-"}], "label '-' of a is not entailment"),
+        (write_snli_ve, [{"pairID": "a", "label": "-"}], "label '-' of a is none of entailment"),
         (write_snli_ve, [{"pairID": "a", "label": "neutral"}] * 2, "more than once: pairID a"),
         (write_refcoco, [{"ref_id": 1, "box": [1, 2, 0, 3]}], "of ref_id 1 must be"),
         (write_refcoco, [{"ref_id": 1, "box": [1, 2, float("nan"), 3]}], "of ref_id 1 must be"),

@@ -145,6 +145,9 @@ def test_samples_of_one_image_are_one_item_with_all_references(caption_task, tmp
     alone = [(image, Annotation(captions=["a"], source="own")) for image, _ in coloured(3)]
     separate = evaluate_task(caption_task, [write_shards(tmp_path / "alone", alone)], options)
     assert separate.counts["items"] == 3
+    marks = write_shards(tmp_path / "marks", [(photo(), Annotation(captions=["!!!", "..."]))])
+    with pytest.raises(EvaluationError, match="no reference has a word"):
+        evaluate_task(caption_task, [marks], options)
 
 
 @pytest.mark.parametrize(

@@ -176,10 +176,12 @@ def test_damaged_and_unfinished_files_are_left_out_with_a_word(tmp_path):
     (tmp_path / "log.jsonl").write_text(lines + '\n{"step": 50, "loss/to')
     (tmp_path / "report.json").write_text('{"ended": ')
     (tmp_path / "vqa.json").write_text('{"task": "vqa", "figures": {"accuracy": {"value": "x", ')
+    nan = Figure(math.nan, 0.4, 0.6, 0.0)._asdict()
+    (tmp_path / "foils.json").write_text(json.dumps({"task": "foils", "figures": {"all": nan}}))
     (source,) = read_sources([tmp_path])
     assert len(source.log) == len(LOG)
-    names = {line.split()[0].rpartition("/")[2].rstrip(":") for line in source.missing}
-    assert names == {"log.jsonl", "report.json", "vqa.json"}
+    names = {line.split()[0].rpartition("/")[2].rstrip(":") for line in source.problems}
+    assert names == {"log.jsonl", "report.json", "vqa.json", "foils.json"}
     made = Page(page(read_sources([tmp_path])))
     assert "the last logged step is 40" in made.text
 

@@ -48,7 +48,12 @@ def small_buckets(monkeypatch):
 
 
 def some_pairs(collection, share=0.4):
-    chosen = np.random.default_rng(0).random((len(collection.image), len(collection.text))) < share
+    chosen = (
+        np.random.default_rng(0).random(
+            (len(collection.image_features), len(collection.text_features))
+        )
+        < share
+    )
     return CandidatePairs(*(index.astype(np.int64) for index in chosen.nonzero()))
 
 
@@ -57,7 +62,9 @@ def test_scores_equal_the_public_calls(model_folder, scene_shards, small_buckets
     encoder, collection = collected(loaded, scene_shards)
     pairs = some_pairs(collection)
     found = scores(encoder, collection, pairs)
-    samples = [Samples([scene_shards]).read(place) for place in range(len(collection.image))]
+    samples = [
+        Samples([scene_shards]).read(place) for place in range(len(collection.image_features))
+    ]
     pixels = torch.stack([loaded.preprocess(sample.image) for sample in samples])
     with torch.no_grad():
         image = loaded.model.encode_image(pixels).select(torch.from_numpy(pairs.image))
@@ -98,10 +105,10 @@ def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, sm
     encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
     scores(encoder, collection, pairs)
     on_bucket = (
-        assign_buckets(encoder.text_widths, encoder.batch, matching.MAX_BUCKET_TOKENS).max() + 1
+        assign_buckets(encoder.text_lengths, encoder.batch, matching.MAX_BUCKET_TOKENS).max() + 1
     )
     assert on_bucket > 1
-    assert len(prepared) == len(collection.image) * on_bucket
+    assert len(prepared) == len(collection.image_features) * on_bucket
 
 
 @given(st.lists(st.integers(3, 12), max_size=30), st.integers(1, 5), st.integers(1, 200))
@@ -153,7 +160,7 @@ def test_chunks_give_the_ranks_and_order_of_the_full_matrix(seed, queries, candi
     )
     order = np.argsort(-scores, axis=1, kind="stable")[:, :top]
     assert found.nearest.tolist() == order.tolist()
-    np.testing.assert_array_equal(found.scores, np.take_along_axis(scores, order, axis=1))
+    np.testing.assert_array_equal(found.similarities, np.take_along_axis(scores, order, axis=1))
 
 
 def test_equal_images_tie_wherever_they_stand():
@@ -187,7 +194,7 @@ def test_nan_counts_against_the_model():
 @pytest.mark.parametrize("value", [-3.5, -0.0, 0.0, 1e-30, 2.5])
 def test_scores_survive_their_packing(value):
     found = search(torch.tensor([[value]]), torch.ones(1, 1), np.array([[0]]), 1)
-    assert found.scores.item() == np.float32(value)
+    assert found.similarities.item() == np.float32(value)
 
 
 def slow_rank(order, scores, dual, positive):

@@ -159,7 +159,7 @@ def test_block_cache_drops_the_least_recently_used():
         return Block((torch.zeros(10),), key)  # 40 bytes
 
     cache = BlockCache(encode, 100)
-    assert [cache[key].extra for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
+    assert [cache[key].samples for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
     assert encoded == [1, 2, 3, 2]
 
 
@@ -254,8 +254,8 @@ def unit(*shape):
 @pytest.mark.parametrize("temperature", [0.02, 0.1, 10.0])
 @pytest.mark.parametrize("at_a_time", [2, 100])
 def test_log_mass_equals_the_loop(temperature, at_a_time, monkeypatch):
-    monkeypatch.setattr(query_bank, "QUERIES", at_a_time)
-    monkeypatch.setattr(query_bank, "CANDIDATES", at_a_time + 1)
+    monkeypatch.setattr(query_bank, "_QUERY_CHUNK", at_a_time)
+    monkeypatch.setattr(query_bank, "_CANDIDATE_CHUNK", at_a_time + 1)
     candidates, bank = unit(4, 8), unit(7, 8).flip(0)
     for candidate, mass in zip(candidates, log_mass(candidates, bank, temperature), strict=True):
         terms = [math.exp(float(candidate @ query) / temperature) for query in bank]

@@ -145,6 +145,8 @@ def test_other_items_are_named(tmp_path):
         ("torn.jsonl", "torn.jsonl, line 1: not a JSON object"),
         ("unscored.jsonl", "no row has scores"),
         ("queries.jsonl", "results of different tasks"),
+        ("nan.jsonl", "finite numbers as `scores`"),
+        ("null.jsonl", "finite numbers as `scores`"),
     ],
 )
 def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second, message):
@@ -158,6 +160,8 @@ def test_what_cannot_be_compared_is_one_line_and_code_2(tmp_path, capsys, second
         tmp_path / "queries.jsonl",
         [{"direction": "image_to_text", "key": "0", "ranks": {"dual": 1}}],
     )
+    for name, score in (("nan.jsonl", float("nan")), ("null.jsonl", None)):
+        write_lines(tmp_path / name, rows(("0", "x", score)))
     is_file = second.endswith(".jsonl")
     code = main(["compare", str(first if is_file else first.parent), str(tmp_path / second)])
     error = capsys.readouterr().err.strip()

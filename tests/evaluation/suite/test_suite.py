@@ -178,7 +178,7 @@ def one(name="a", **more):
         ([one(temperature=0.1)], "temperature"),
         ([one(temperature=0.1, rerank=2, rerank_by="match")], "temperature"),
         ([{"name": "a", "tasks": [JOB, JOB]}], "`name`"),
-        ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "has a model"),
+        ([{"name": "a", "tasks": [{"task": "swaps", "shards": ["s"]}]}], "set `model`"),
         ([one(), one()], "are called 'a'"),
         ([one(), one("b", shards=["t"])], "differs in task, shards or limit"),
         ([one("../a")], "name"),

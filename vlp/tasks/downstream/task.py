@@ -126,7 +126,7 @@ class Downstream(Task):
         return metadata == self.metadata()
 
     def load_head(self, parts: Loaded) -> bool:
-        """Copy the head of a folder of the same kind; return False, unchanged, if it differs."""
+        """Copy the head of a folder of the same kind; False, and nothing copied, if it differs."""
         if parts.folder is None or not has_task(parts.folder):
             return False
         config, metadata = read_task(parts.folder)
@@ -278,7 +278,7 @@ class WritingTask(Downstream):
         self.decoder = AnswerDecoder(config, parts.model.config, head)
 
     def start_decoder(self, parts: Loaded) -> None:
-        """Continue the folder's decoder, or initialise layers as configured, the output by MLM."""
+        """Load the folder's decoder; else its layers as configured, and its head from MLM's."""
         if self.load_head(parts):
             return
         decoder = self.decoder

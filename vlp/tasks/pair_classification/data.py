@@ -28,7 +28,10 @@ class TextLabels(NamedTuple):
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
-        """Return text and class; without a label, as in a test set, the class is None."""
+        """Return text and class, which is None without a label, as in a test set.
+
+        Raises BadSample without a text, and for an unknown label.
+        """
         text, label = getattr(annotation, self.text), annotation.label
         if not (text and text.strip()):
             raise BadSample("no text", f"{where}: it has no `{self.text}`")
@@ -50,7 +53,7 @@ class PairExample(NamedTuple):
     # (images, 3, size, size) float32
     pixels: Tensor
     text: str
-    # Of one row.
+    # Of the text, one row.
     tokens: TextTokens
     # Class; None without a label.
     label: int | None
@@ -81,7 +84,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
 
     Args:
         images: number of images of a sample.
-        panel_count: number of `panels` of each image, which the model reads as images.
+        panel_count: number of `panels` of each image; the model reads each panel as an image.
     """
 
     def __init__(
@@ -143,18 +146,18 @@ class AssignmentDataset(PairDataset):
         if not captions:
             raise BadSample("no text", f"{item.where}: it has no caption")
         text = captions[int(rng.integers(len(captions)))]
-        label = int(rng.integers(3))
+        label = int(rng.integers(3))  # FIRST, SECOND or NEITHER
         others: list[Item] = []
         for _ in range(2 if label == NEITHER else 1):
-            others.append(self._other([item, *others], text, rng))
-        # NEITHER: two others come before `item`, which is left out.
+            others.append(self._draw_other([item, *others], text, rng))
+        # With NEITHER, two others come before `item`, which is cut off.
         pair = [item, *others] if label == FIRST else [*others, item][:2]
-        images = [decode_images(member.raw, 1)[0] for member in pair]
+        images = [decode_images(shown.raw, 1)[0] for shown in pair]
         pixels = self.prepare(images, text, number, rng_for)
         return PairExample(pixels, text, self.text([text]), label)
 
-    def _other(self, items: list[Item], text: str, rng: np.random.Generator) -> Item:
-        """Draw a sample with another image than all `items`, and without `text` as a caption."""
+    def _draw_other(self, items: list[Item], text: str, rng: np.random.Generator) -> Item:
+        """Draw a sample whose image is none of the items', and has no caption equal to `text`."""
         images = {name for item in items for name in _image_names(item)}
         caption = normalised_caption(text)
         for _ in range(8):

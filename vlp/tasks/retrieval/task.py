@@ -71,7 +71,7 @@ class RetrievalConfig(PairsConfig):
 
 
 class PairsTask(Pretraining):
-    """Base of tasks that go on with pretraining's objectives on a loaded model."""
+    """Base of tasks that train a loaded model by pretraining's objectives."""
 
     metric: ClassVar[str]
 
@@ -95,8 +95,8 @@ class PairsTask(Pretraining):
     def save_model(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write the model folder; `state` is the full `state_dict` of this task."""
         # Keep pretraining's heads for later fine-tuning; a task's head needs its `task.json`.
-        start = self.parts.folder
-        heads = {} if start is None or has_task(start) else self.parts.heads
+        init_folder = self.parts.folder
+        heads = {} if init_folder is None or has_task(init_folder) else self.parts.heads
         model = strip_prefix(state, "model.")
         save_pretrained(folder, self.config, model, self.parts.text, self.parts.preprocess, heads)
 

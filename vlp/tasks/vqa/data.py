@@ -92,7 +92,7 @@ class VqaExample(NamedTuple):
 
     # (3, size, size) float32
     pixels: Tensor
-    # Of one row.
+    # Of the question, one row.
     tokens: TextTokens
     question: Question
     # Number of people by answer; empty in a test set.
@@ -104,20 +104,20 @@ class VqaExample(NamedTuple):
 
 
 class VqaBatch(NamedTuple):
-    """B questions with T answers of L tokens in all; a blank question if all samples are bad."""
+    """B questions with T answers in all; one blank question, not valid, if all samples are bad."""
 
     # (B, 3, size, size) float32
     pixels: Tensor
-    # (B, N) each
+    # (B, N) each, of the questions
     text_ids: Tensor
     attention_mask: Tensor
     word_mask: Tensor
-    # (T, L) int64, [CLS] ... [SEP] and padding
+    # (T, L) int64, [CLS] ... [SEP] and padding, of the answers
     answer_ids: Tensor
-    # (T,) int64, the question of each answer
-    owners: Tensor
-    # (T,) float32, the answer's share of a question's people times the question's weight
-    shares: Tensor
+    # (T,) int64, row of each answer's question
+    question_index: Tensor
+    # (T,) float32, share of the question's people who gave the answer, times the question's weight
+    answer_weights: Tensor
     # (B,) bool
     valid: Tensor
     skipped: tuple[SkippedSample, ...] = ()
@@ -152,7 +152,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             raise BadSample("no text", f"{item.where}: question {question.id} is blank")
         image = decode_images(item.raw, 1)
         answers = answers_of(question)
-        # Answers as well may say "left", which a flip would make false.
+        # A flip would make "left" false, in an answer too.
         text = " ".join([question.question, *answers])
         return VqaExample(
             self.prepare(image, text, number, rng_for)[0],
@@ -197,8 +197,8 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             torch.stack([example.pixels for example in examples]),
             *questions,
             answer_ids=answer_ids,
-            owners=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
-            shares=torch.tensor([share for _, _, share in answers]),
+            question_index=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
+            answer_weights=torch.tensor([weight for _, _, weight in answers]),
             valid=valid,
             positions=predicted_positions(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
@@ -206,7 +206,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
 
 
 def questions_in(annotation: Annotation) -> int:
-    """Count the questions of a sample."""
+    """Return the number of questions of a sample."""
     return len(annotation.questions or ())
 
 
@@ -214,7 +214,7 @@ def question_types(annotation: Annotation, question: Question) -> dict[str, str]
     """Return `answer` and `question`, each if the question has that type (VQA v2's fields)."""
     extra = question.model_extra or {}
     values = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
-    types = {part: kind for part, kind in values.items() if isinstance(kind, str) and kind}
+    types = {part: value for part, value in values.items() if isinstance(value, str) and value}
     # Questions of generated scenes end their id with the type.
     if annotation.source == SOURCE and "question" not in types and "-" in question.id:
         types["question"] = question.id.rpartition("-")[2]

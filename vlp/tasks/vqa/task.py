@@ -86,10 +86,10 @@ class Vqa(Distilled, WritingTask):
         self.add_decoder(config.decoder, parts, config.data.max_answer)
         self.answer_text = TextProcessor(self.text.tokenizer, config.data.max_answer)
         # Answers of equal tokens count as one answer, the first in the list.
-        by_ids: dict[tuple[int, ...], str] = {}
+        self._answer_of_ids: dict[tuple[int, ...], str] = {}
         for answer, ids in zip(answers, self.answer_text(list(answers)).text_ids.tolist()):
-            by_ids.setdefault(tuple(ids), answer)
-        self.answers, self._by_ids = tuple(by_ids.values()), by_ids
+            self._answer_of_ids.setdefault(tuple(ids), answer)
+        self.answers = tuple(self._answer_of_ids.values())
 
     def metadata(self) -> dict[str, Any]:
         """Return the list of answers."""
@@ -107,7 +107,7 @@ class Vqa(Distilled, WritingTask):
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode questions with their images as the decoder's memory, a row per question."""
+        """Encode questions with their images as the decoder's memory, (B,) rows."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
         # A single image or question is paired with all of the other side.
@@ -116,8 +116,8 @@ class Vqa(Distilled, WritingTask):
         return self.decoder.remember(features.text, features.attention_mask)
 
     def token_logits(self, batch: VqaBatch) -> Tensor:
-        """Compute (R, vocabulary) logits of all answers' R word pieces, end tokens included."""
-        memory = self.remember(batch).select(batch.owners)
+        """Compute (R, vocabulary) logits of the R tokens of all answers, each with its end."""
+        memory = self.remember(batch).select(batch.question_index)
         embedding = self.model.text_encoder.embedding
         pad_id, positions = self.text.pad_id, batch.positions
         return answer_logits(self.decoder, memory, batch.answer_ids, embedding, pad_id, positions)
@@ -126,7 +126,7 @@ class Vqa(Distilled, WritingTask):
         """Compute the loss in nats per question, and the token accuracy."""
         device = batch.pixels.device
         with self.autocast(device):
-            memory = self.remember(batch).select(batch.owners)
+            memory = self.remember(batch).select(batch.question_index)
             embedding = self.model.text_encoder.embedding
             target = self.soft_target(step, device, lambda task: task.token_logits(batch))
             soft, alpha = target or (None, 0.0)
@@ -141,9 +141,11 @@ class Vqa(Distilled, WritingTask):
                 alpha=alpha,
                 positions=batch.positions,
             )
-        mask = batch.valid[batch.owners]
-        nats = -(output.log_probability * batch.shares).where(mask, 0)
-        correct, tokens = (count.where(mask, 0).sum() for count in (output.correct, output.tokens))
+        is_valid = batch.valid[batch.question_index]
+        nats = -(output.log_probability * batch.answer_weights).where(is_valid, 0)
+        correct, tokens = (
+            count.where(is_valid, 0).sum() for count in (output.correct, output.tokens)
+        )
         return self.step_output(
             {"answers": Loss(nats.sum(), batch.valid.sum())},
             statistics={"token_accuracy": correct / tokens.clamp(min=1)},
@@ -156,24 +158,24 @@ class Vqa(Distilled, WritingTask):
 
     @torch.no_grad()
     def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
-        """Answer each row of `remember`; `how` replaces the configuration's `predict`."""
+        """Answer the question of each memory row; `how` replaces the configuration's `predict`."""
         config = self.config
         if (how or config.predict) == "rank":
             ranked = self.ranking()(memory)
             require_finite(ranked.log_probability)
             return [self.answers[index] for index in ranked.best.tolist()]
-        return [self._as_listed(text) for text in self.write_texts(memory, config.beams)]
+        return [self._listed_spelling(text) for text in self.write_texts(memory, config.beams)]
 
     def ranking(self) -> AnswerRanking:
         """Return a ranking of `answers`, on the model's device."""
         embedding = self.model.text_encoder.embedding
-        ids = torch.tensor(list(self._by_ids), device=embedding.word.weight.device)
+        ids = torch.tensor(list(self._answer_of_ids), device=embedding.word.weight.device)
         return AnswerRanking(self.decoder, ids, embedding, self.text.pad_id, self.config.candidates)
 
-    def _as_listed(self, text: str) -> str:
-        """Return the spelling in the list ("10:30", not "10 : 30"), else the text itself."""
+    def _listed_spelling(self, text: str) -> str:
+        """Return the list's answer of the same tokens ("10:30" for "10 : 30"), else the text."""
         ids = self.answer_text([text]).text_ids[0].tolist()
-        return self._by_ids.get(tuple(ids), text)
+        return self._answer_of_ids.get(tuple(ids), text)
 
 
 def build(
