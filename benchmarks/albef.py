@@ -292,8 +292,8 @@ def build_albef(module: types.ModuleType, sizes: StepSizes) -> nn.Module:
 
 def _albef_groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return parameter groups with ALBEF's weight decay, 0 for vectors."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    vectors, others = [p for p in trained if p.ndim < 2], [p for p in trained if p.ndim > 1]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    vectors, others = [p for p in trainable if p.ndim < 2], [p for p in trainable if p.ndim > 1]
     return [{"params": vectors, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.02}]
 
 

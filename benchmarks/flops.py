@@ -147,19 +147,19 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
         bias = sum(2 * queries * keys * groups * heads for queries, keys in directions)
         slopes = len(directions) * vectors
         return [*parts, LayerFlops("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
-    tables = gathered = embedded = 0.0
+    tables = path_sums = value_products = 0.0
     for queries, keys in directions:
         for role in options.roles:
             tokens = queries if role == "query" else keys
             tables += 2 * tokens * groups * width
         if "value" in options.roles:
-            gathered += 2 * queries * keys * groups * cross.heads
-            embedded += 2 * queries * groups * width
+            path_sums += 2 * queries * keys * groups * cross.heads
+            value_products += 2 * queries * groups * width
     return [
         *parts,
         LayerFlops("ACE-RPE: mean paths by tables", layers=cross.layers * tables),
-        LayerFlops("ACE-RPE: sum of a P", products=cross.layers * gathered),
-        LayerFlops("ACE-RPE: ... by tables", layers=cross.layers * embedded),
+        LayerFlops("ACE-RPE: sum of a P", products=cross.layers * path_sums),
+        LayerFlops("ACE-RPE: ... by tables", layers=cross.layers * value_products),
     ]
 
 
@@ -244,12 +244,12 @@ def _sum(parts: Sequence[LayerFlops]) -> float:
     return sum(part.total for part in parts)
 
 
-def _resized(config: ModelConfig, size: int) -> ModelConfig:
+def _at_size(config: ModelConfig, size: int) -> ModelConfig:
     return config.model_copy(update={"image": config.image.model_copy(update={"image_size": size})})
 
 
 def _parameter_table(config: ModelConfig) -> str:
-    small, large = (parameters(_resized(config, size)) for size in (256, 384))
+    small, large = (parameters(_at_size(config, size)) for size in (256, 384))
     rows = [
         [name, f"{small[name]:,}", f"{count:,}", PAPER_PARAMETERS.get(name, "-")]
         for name, count in large.items()
@@ -292,13 +292,13 @@ def flops(
         raise ConfigError("overrides need --config")
     model = harness.load_pretraining(config, overrides).model if config else ModelConfig()
     shapes = {
-        f"{size} px, {tokens}": Shape(tokens, _resized(model, size).image.grid)
+        f"{size} px, {tokens}": Shape(tokens, _at_size(model, size).image.grid)
         for size, tokens in SIZES
     }
     print(_parameter_table(model), end="\n\n")
     print(_part_table(model, shapes), end="\n\n")
     print(_comparison_table(model, shapes), end="\n\n")
-    figures = [Figure("flops/384px/parameters", parameters(_resized(model, 384))["in all"], "")]
+    figures = [Figure("flops/384px/parameters", parameters(_at_size(model, 384))["in all"], "")]
     for (size, tokens), shape in zip(SIZES, shapes.values()):
         paper, all_products, ours = compare(model, shape)
         name = f"flops/{size}px/{tokens}tokens"

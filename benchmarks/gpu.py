@@ -303,8 +303,8 @@ def resume(setting: Setting) -> Iterator[CheckedFigure]:
             process.start()
         for process in processes:
             process.join()
-        if failed := [process.exitcode for process in processes if process.exitcode]:
-            raise RuntimeError(f"{len(failed)} of {ranks} ranks failed")
+        if failures := [process.exitcode for process in processes if process.exitcode]:
+            raise RuntimeError(f"{len(failures)} of {ranks} ranks failed")
         for line in (folder / "figures.jsonl").read_text(encoding="utf-8").splitlines():
             yield CheckedFigure(**json.loads(line))
 
@@ -323,7 +323,7 @@ def _rank(
     if setting.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     prepare_environment()
-    distributed.start(join=start_deepspeed)
+    distributed.start(start_group=start_deepspeed)
     figures = [_resume_error(setting, kind, folder) for kind in kinds]
     if rank == 0:
         lines = (json.dumps(figure._asdict()) for figure in figures)
@@ -502,19 +502,19 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
     if not dry and not torch.cuda.is_available():
         print("error: PyTorch finds no GPU; add --dry to run all parts on the CPU", file=sys.stderr)
         return 2
-    selected = [name for name in PARTS if name.startswith(only)]
-    if not selected:
+    names = [name for name in PARTS if name.startswith(only)]
+    if not names:
         raise ConfigError(f"--only {only}: the parts are {', '.join(PARTS)}")
     out.mkdir(parents=True, exist_ok=True)
     device, rows = torch.device("cpu" if dry else "cuda"), (4,) if dry else (32, 64, 128)
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
     figures_by_part: dict[str, list[CheckedFigure]] = {}
     failures: dict[str, str] = {}
-    for name in selected:
+    for name in names:
         part, limit = PARTS[name]
         changes = _TINY if dry or name[0] == "B" else ()
-        loaded = harness.load_pretraining(config, None, *changes, public=False)
-        setting, start = Setting(loaded, rows, device, dry, out), time.monotonic()
+        part_config = harness.load_pretraining(config, None, *changes, public=False)
+        setting, start = Setting(part_config, rows, device, dry, out), time.monotonic()
         figures_by_part[name], failure = _in_process(name, part, limit, setting)
         if failure:
             failures[name] = failure

@@ -154,8 +154,8 @@ def _torchvision_image(size: int) -> ImageTransform:
     transform = _resized_crop(size)
 
     def prepare_image(data: bytes) -> Tensor:
-        coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return transform(decode_jpeg(coded, ImageReadMode.RGB))
+        jpeg = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return transform(decode_jpeg(jpeg, ImageReadMode.RGB))
 
     return prepare_image
 
@@ -366,12 +366,12 @@ def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 1
     """Write shards as img2dataset does, repeating `images` different images."""
     rng = np.random.default_rng(0)
     words = np.array([f"{first}{last}" for first in "bdfgklmnprst" for last in ("a", "en", "ito")])
-    encoded = [_photograph(rng, 500, 375) for _ in range(images)]
+    jpegs = [_photograph(rng, 500, 375) for _ in range(images)]
     for first in range(0, samples, per_shard):
         with open(folder / f"{first // per_shard:05d}.tar", "wb") as file:
             for number in range(first, min(first + per_shard, samples)):
                 caption = " ".join(rng.choice(words, rng.integers(6, 16)))
-                append_member(file, f"{number:09d}.jpg", encoded[number % images])
+                append_member(file, f"{number:09d}.jpg", jpegs[number % images])
                 append_member(file, f"{number:09d}.txt", caption.encode())
             close_tar(file)
     index_folder(folder)

@@ -231,12 +231,12 @@ class CandidateSet:
     """Candidate pairs of both directions, scored by the loop and by ours."""
 
     def __init__(
-        self, encoded: RandomBlocks, sizes: Sizes, loop_precision: Precision | None
+        self, blocks: RandomBlocks, sizes: Sizes, loop_precision: Precision | None
     ) -> None:
-        self.encoded, self.sizes = encoded, sizes
-        self.loop_precision = loop_precision or encoded.precision
-        self.model = encoded.itm_scorer.model
-        collection = encoded.collection
+        self.blocks, self.sizes = blocks, sizes
+        self.loop_precision = loop_precision or blocks.precision
+        self.model = blocks.itm_scorer.model
+        collection = blocks.collection
         self.positives: dict[Direction, NDArray[np.int64]] = dict(
             zip(DIRECTIONS, collection.positives())
         )
@@ -251,7 +251,7 @@ class CandidateSet:
         self.pairs = nearest_pairs(
             self.candidates["text_to_image"], self.candidates["image_to_text"]
         )
-        self.scorer = PairScorer(encoded, collection)
+        self.scorer = PairScorer(blocks, collection)
 
     def query(self, direction: Direction, query: int) -> tuple[ImageFeatures, TextFeatures]:
         """Return image and text features of a query (a batch of one) and its candidates."""
@@ -261,14 +261,14 @@ class CandidateSet:
         )
         max_tokens = self.model.config.text.max_tokens
         return (
-            ImageFeatures(*_stack([self.encoded.image(index) for index in images])),
-            TextFeatures(*_stack([self.encoded.text(index, max_tokens) for index in texts])),
+            ImageFeatures(*_stack([self.blocks.image(index) for index in images])),
+            TextFeatures(*_stack([self.blocks.text(index, max_tokens) for index in texts])),
         )
 
     @torch.no_grad()
     def loop(self, images: ImageFeatures, texts: TextFeatures) -> NDArray[np.float32]:
         """Score one query by the plain loop: repeat it, and score all pairs in one call."""
-        device = self.encoded.device
+        device = self.blocks.device
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
@@ -278,7 +278,7 @@ class CandidateSet:
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:
         """Score pairs as `evaluation retrieval` does."""
         groups, order = self.scorer.groups(pairs), self.scorer.order(pairs)
-        batch = match_batch_for(self.encoded.device, self.sizes.match_batch)
+        batch = match_batch_for(self.blocks.device, self.sizes.match_batch)
         return match_pairs(pairs, self.scorer, groups, order, batch, processes=ProcessGroup())
 
     def buckets_of(self, image: int) -> list[CandidatePairs]:

@@ -46,7 +46,7 @@ from vlp.training.engines.compile import checkpoint_activations
 
 SEED = 0
 # The folder of the real shard.
-ONE = "one"
+REAL = "one"
 CORPUS = "corpus"
 TABLE = "samples-0.npy"
 
@@ -111,17 +111,17 @@ def make_corpus(folder: Path, scale: Scale, rank: int) -> None:
     stream = io.BytesIO()
     noise = np.random.default_rng(SEED).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(stream, "jpeg")
-    with ShardWriter(folder / ONE, scale.shard_samples) as writer:
+    with ShardWriter(folder / REAL, scale.shard_samples) as writer:
         for number in range(scale.shard_samples):
             annotation = Annotation(caption=f"noise number {number}", image_id=str(number))
             writer.write(f"{number:06d}", stream.getvalue(), "jpg", annotation)
-    real = ShardIndex.open(folder / ONE)
+    real = ShardIndex.open(folder / REAL)
     rows, entry = real.require_captions(), real.shards[0]
     corpus = folder / CORPUS
     corpus.mkdir()
     names = [f"{number:06d}.tar" for number in range(scale.shards)]
     for name in names:
-        (corpus / name).symlink_to(folder / ONE / entry.name)
+        (corpus / name).symlink_to(folder / REAL / entry.name)
     write_table(corpus, (ShardEntry(name, *entry[1:]) for name in names), TABLE)
     table = np.lib.format.open_memmap(corpus / TABLE, "w+", ROW, (scale.samples,))
     sampler = scale.sampler()

@@ -56,19 +56,19 @@ def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: in
 
     lengths = torch.tensor(words).clamp(max=inputs.max_tokens - 2).expand(rows)[:, None]
     columns = torch.arange(inputs.max_tokens).expand(rows, -1)
-    attention, real = columns < lengths + 2, (columns > 0) & (columns <= lengths)
+    attention_mask, word_mask = columns < lengths + 2, (columns > 0) & (columns <= lengths)
     ids = (5 + random(rows, inputs.max_tokens) * (inputs.vocab_size - 5)).long()
-    ids = torch.where(attention, ids, 0)
+    ids = torch.where(attention_mask, ids, 0)
     ids[:, 0] = _CLS
-    masked = real & (random(rows, inputs.max_tokens) < (inputs.word_masking or 0.0))
+    is_masked = word_mask & (random(rows, inputs.max_tokens) < (inputs.word_masking or 0.0))
     ratio = inputs.patch_masking.ratio if inputs.patch_masking else 0.0
     return Batch(
         pixels=random(rows, 3, inputs.image_size, inputs.image_size) * 2 - 1,
         text_ids=ids,
-        attention_mask=attention,
-        word_mask=real,
+        attention_mask=attention_mask,
+        word_mask=word_mask,
         mlm_ids=ids,
-        mlm_labels=torch.where(masked, ids, -100),
+        mlm_labels=torch.where(is_masked, ids, -100),
         mim_mask=random(rows, *inputs.grid) < ratio,
         image_ids=torch.arange(rows),
         uniform=random(rows, 2).double(),

@@ -3,11 +3,11 @@
     vlp align --config configs/pretrain/from_towers.yaml --out runs/aligned
     vlp train --config configs/pretrain/from_towers.yaml init_from=runs/aligned
 
-The projections of the written model folder are the regularised canonical correlation of pooled
-states over the pairs of a pretraining configuration; every tenth image is held out to choose the
-regularisation. Its recall is a baseline for training the same towers. A frozen image tower that
-would see an image several times, once per caption, sees it once, unaugmented: OUT/.features holds
-its states until the model is written, 2 bytes a channel of a token; an interrupted command resumes.
+The projections are a regularised canonical correlation analysis of pooled states, on the pairs of a
+pretraining configuration; every tenth image is held out to choose the regularisation. The model's
+recall is a baseline for training the same towers. A frozen image tower encodes each image once,
+unaugmented, if the data repeats images: OUT/.features holds its states until the model is written,
+2 bytes for each channel of a token, and an interrupted command resumes.
 """
 
 from __future__ import annotations
@@ -73,25 +73,23 @@ def align(
         return _align(config, task, data, total, out, shrinkage)
     del task, data
     folder = out / ".features"
-    half = config.training.precision == "bf16"
-    writer = feature_writer(
-        config, folder, dtype="bfloat16", precision="bf16" if half else "float32"
-    )
+    precision = "bf16" if config.training.precision == "bf16" else "float32"
+    writer = feature_writer(config, folder, dtype="bfloat16", precision=precision)
     header = writer.header
     samples = sum(source.samples for source in header.sources)
     size = 2 * samples * header.tokens * header.width
     print(f"{folder}: {size / 1e9:.2g} GB of stored features until the model is written")
     writer.write(FEATURE_BATCH, config.data.workers)
     del writer  # and its model
-    stored = config.data.model_copy(update={"features": str(folder)})
-    task, data = build(config.model_copy(update={"data": stored}))
+    data_config = config.data.model_copy(update={"features": str(folder)})
+    task, data = build(config.model_copy(update={"data": data_config}))
     result = _align(config, task, data, total, out, shrinkage)
     shutil.rmtree(folder)
     return result
 
 
 def _repeats_images(config: PretrainConfig, data: Any, total: int) -> bool:
-    """Return whether the tower would see each image more than twice on average."""
+    """Return whether the tower would encode each image more than twice on average."""
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False
     images = sum(index.shards.total for index in data.indices)
@@ -114,14 +112,14 @@ def _align(
         with task.autocast(device):
             patches = image(inputs.pixels)
             words = text(inputs.text_ids, inputs.attention_mask)
-        pooled = (
+        pooled_states = (
             image.pool(patches.float()),
             pool_states(words.float(), config.model.text.pooling, inputs.attention_mask),
         )
         is_validation = inputs.image_ids % VALIDATION_INTERVAL == 0
-        train_moments.add(*(side[inputs.valid & ~is_validation] for side in pooled))
+        train_moments.add(*(states[inputs.valid & ~is_validation] for states in pooled_states))
         validation_pairs.add(
-            *(side[inputs.valid & is_validation] for side in (*pooled, inputs.pair_ids))
+            *(values[inputs.valid & is_validation] for values in (*pooled_states, inputs.pair_ids))
         )
         lengths = inputs.attention_mask[inputs.valid].sum(1)
         full_length += (lengths == config.model.text.max_tokens).sum()
@@ -147,33 +145,34 @@ def _align(
 
 
 class _ValidationPairs:
-    """Held-out pairs: the first `MAX_PAIRS` to choose the shrinkage, and the moments of all."""
+    """Held-out pairs: the first `MAX_PAIRS` choose the shrinkage; moments are those of all."""
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
         self.moments = PairMoments(x_channels, y_channels)
         self._pairs: list[tuple[Tensor, ...]] = []
 
-    def add(self, x: Tensor, y: Tensor, image_ids: Tensor) -> None:
-        """Add pairs: x (B, x_channels), y (B, y_channels), image_ids (B, 2)."""
+    def add(self, x: Tensor, y: Tensor, pair_ids: Tensor) -> None:
+        """Add pairs: states x (B, x_channels) and y (B, y_channels), pair_ids (B, 2)."""
         room = max(0, MAX_PAIRS - self.moments.count)
-        self._pairs.append(tuple(side[:room].cpu() for side in (x, y, image_ids)))
+        self._pairs.append(tuple(values[:room].cpu() for values in (x, y, pair_ids)))
         self.moments.add(x, y)
 
     def best_shrinkage(self, train_moments: PairMoments, channels: int) -> float:
         """Return the value of `SHRINKAGES` that ranks the pairs best, solved on other images."""
         if not self._pairs:
             return DEFAULT_SHRINKAGE
-        x, y, ids = (torch.cat(side) for side in zip(*self._pairs))
-        if (images := len(ids[:, 0].unique())) < MIN_IMAGES:
+        x, y, pair_ids = (torch.cat(values) for values in zip(*self._pairs))
+        if (images := len(pair_ids[:, 0].unique())) < MIN_IMAGES:
             return DEFAULT_SHRINKAGE
         solver = CanonicalCorrelation(train_moments)
         scores = {}
         for shrinkage in SHRINKAGES:
             layers = solver.projections(channels, shrinkage)
             x_features, y_features = (
-                side.double() @ layer.weight.T + layer.bias for side, layer in zip((x, y), layers)
+                states.double() @ layer.weight.T + layer.bias
+                for states, layer in zip((x, y), layers)
             )
-            scores[shrinkage] = mean_reciprocal_rank(x_features, y_features, ids)
+            scores[shrinkage] = mean_reciprocal_rank(x_features, y_features, pair_ids)
         best = max(scores, key=scores.__getitem__)
         print(f"shrinkage {best:g} ranks the pairs of {images} held-out images best")
         return best

@@ -32,7 +32,7 @@ from vlp.training.command import run_training
 from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters
 
-# Validation samples that are evaluated once before the training.
+# Samples on which a validation is tried before the training.
 _TRIAL_SAMPLES = 16
 
 
@@ -41,7 +41,7 @@ def run_finetuning(
 ) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
-    `task` is the configuration's kind or its first part: "nlvr2" includes nlvr2_assignment.
+    `task` is the configuration's `task.kind` or its start: "nlvr2" includes nlvr2_assignment.
     """
 
     def build(settings: FinetuneConfig) -> tuple[Any, Any]:
@@ -71,8 +71,8 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
         except ValueError as error:
             raise ConfigError(f"init_from: {error}") from error
         if parts.folder and has_task(parts.folder) and distributed.rank() == 0:
-            outcome = "is loaded" if has_head else "does not fit this task: a new head is used"
-            print(f"{config.init_from}: its head {outcome}", flush=True)
+            message = "is loaded" if has_head else "does not fit this task: a new head is used"
+            print(f"{config.init_from}: its head {message}", flush=True)
     if isinstance(task, Distilled):
         task.start_teacher(training.steps_in_epoch(data))
     if isinstance(task, PairsTask):
@@ -85,7 +85,7 @@ def build_validation(
 ) -> BestCheckpoint | None:
     """Return the validation of a fine-tuning; None without validation data.
 
-    A few samples are evaluated at once, to fail before the training.
+    It is tried on a few samples, to fail before the training.
     """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
@@ -95,18 +95,17 @@ def build_validation(
                 raise ConfigError(f"training.{key} needs task.data.validation")
         return None
 
-    # ZeRO-3 leaves each rank a part of the parameters: validate a copy with all of them.
-    gathered = _copy(task) if shards_parameters(training) else None
-    validated = gathered or task
+    # With ZeRO-3 a rank holds a part of the parameters: validate a copy with all of them.
+    full_task = _copy(task) if shards_parameters(training) else None
 
     def validate(
         parameters: Parameters = task.state_dict, limit: int | None = limit
     ) -> Mapping[str, float]:
-        if gathered is not None:
-            gathered.load_state_dict(task.state_dict() | parameters())
-        device = next(validated.parameters()).device
+        if full_task is not None:
+            full_task.load_state_dict(task.state_dict() | parameters())
+        device = next((full_task or task).parameters()).device
         result = evaluate_task(
-            validated,
+            full_task or task,
             folders,
             options=EvalOptions(
                 limit=limit,

@@ -73,10 +73,10 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
     return run_training(config, PretrainConfig, overrides, resume, build, build_validation)
 
 
-# Validation samples that are evaluated once before the training.
+# Samples on which a validation is tried before the training.
 _TRIAL_SAMPLES = 16
-# A validation ranks the first samples (as many as Flickr30k and COCO 1K have) and computes losses
-# of the first global batches.
+# First samples and global batches of a validation's recalls and losses; Flickr30k's and COCO 1K's
+# test sets have 1000 images.
 _RECALL_SAMPLES, _LOSS_BATCHES = 1000, 4
 
 
@@ -86,7 +86,7 @@ def build_validation(
     """Return the validation of a pretraining; None without validation data.
 
     Its metrics are `mean` (of all recalls, after re-ranking if enabled), each recall, and
-    `loss/total` with its parts. A few samples are evaluated at once, to fail before the training.
+    `loss/total` with its parts. It is tried on a few samples, to fail before the training.
     """
     validation, training = config.validation, config.training
     if validation is None:
@@ -100,15 +100,15 @@ def build_validation(
         message = "warning: validation.shards hold one image: its recall is always 100 %"
         print(message, file=sys.stderr)
     task.to(distributed.default_device())
-    # ZeRO-3 leaves each rank a part of the parameters: validate a copy with all of them.
-    gathered = copy.deepcopy(task.model) if shards_parameters(training) else None
-    loaded = Loaded(gathered or task.model, data.text, data.preprocessing)
+    # With ZeRO-3 a rank holds a part of the parameters: validate a copy with all of them.
+    full_model = copy.deepcopy(task.model) if shards_parameters(training) else None
+    loaded = Loaded(full_model or task.model, data.text, data.preprocessing)
 
     def validate(
         parameters: Parameters, limit: int = _RECALL_SAMPLES, batches: int = _LOSS_BATCHES
     ) -> Metrics:
-        if gathered is not None:
-            gathered.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
+        if full_model is not None:
+            full_model.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
         return recalls(loaded, validation, limit, config) | losses(batches)
 
     every = training.evaluate_every or training.steps_in_epoch(data)
@@ -124,14 +124,14 @@ Metrics = dict[str, float]
 
 
 def validation_workers(config: PretrainConfig) -> int:
-    """Return a rank's number of loader processes for a validation, at most as in training."""
+    """Return a rank's number of loader processes for a validation, at most that of training."""
     return min(config.data.workers, workers_for(distributed.default_device(), None))
 
 
 def recalls(
     loaded: Loaded, validation: ValidationConfig, limit: int, config: PretrainConfig
 ) -> Metrics:
-    """Compute each recall of the last stage, and their mean."""
+    """Compute each recall, after re-ranking if enabled, and their mean, on `limit` samples."""
     result = evaluate_retrieval(
         loaded,
         validation.shards,
@@ -155,10 +155,10 @@ def recalls(
 
 
 class ValidationLosses:
-    """Losses of the first batches of held-out shards, averaged over pairs.
+    """Losses of the first global batches of held-out shards, averaged over pairs.
 
-    Images are not augmented; hard negatives and masks are drawn as in step 0. A teacher provides
-    its queue of training keys, but no soft targets.
+    Images are not augmented; hard negatives and masks are drawn as in step 0. Of a teacher the
+    losses use the queue of training keys, but no soft targets.
     """
 
     def __init__(

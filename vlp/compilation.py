@@ -74,12 +74,12 @@ def once(log: Callable[..., None]) -> Callable[..., None]:
 
     The compiler runs it while tracing, outside the graph. `cache_clear` resets it.
     """
-    cached = functools.cache(log)
+    cached_log = functools.cache(log)
 
     @functools.wraps(log)
     def run(*constants: Hashable) -> None:
-        cached(*constants)
+        cached_log(*constants)
 
     # What torch.compiler.assume_constant_result sets; importing that takes seconds.
-    vars(run).update(_dynamo_marked_constant=True, cache_clear=cached.cache_clear)
+    vars(run).update(_dynamo_marked_constant=True, cache_clear=cached_log.cache_clear)
     return run

@@ -385,8 +385,8 @@ def config_file(path: str | Path) -> Path:
     """Return a configuration's path; a missing `configs/...` is one of the installed package."""
     path = Path(path)
     if path.parts[:1] == ("configs",) and not path.exists():
-        installed = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])
-        return installed if installed.is_file() else path
+        package_file = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])
+        return package_file if package_file.is_file() else path
     return path
 
 

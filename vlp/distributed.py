@@ -34,25 +34,26 @@ _DTYPES = {
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Parts of error messages of collective calls, and of the store at start, if another rank is lost or
-# does not answer in time.
+# Parts of messages of collective calls, and of the store at start, if another rank is lost, or does
+# not answer in time.
 _LOST = ("by peer", "Broken pipe", "Connection was likely closed")
 _LATE = ("Timed out waiting", "waiting for clients", "wait timeout after")
 
 
 def start(
-    timeout: timedelta = timedelta(minutes=30), join: Callable[[timedelta], None] | None = None
+    timeout: timedelta = timedelta(minutes=30),
+    start_group: Callable[[timedelta], None] | None = None,
 ) -> None:
     """Join the other ranks by the launcher's environment variables.
 
-    timeout: of collective calls. join: starts the process group in place of PyTorch's own function
-    (`start_deepspeed`).
+    timeout: of collective calls; start_group: starts the process group (`start_deepspeed`); None:
+    PyTorch's own function, with NCCL or Gloo.
     """
     global _cpu_group
     # Collectives that the flight recorder of NCCL and Gloo remembers (`last_calls`).
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "512")
-    if join is not None:
-        join(timeout)
+    if start_group is not None:
+        start_group(timeout)
     else:
         on_gpu = torch.cuda.is_available()
         if on_gpu:
@@ -76,9 +77,9 @@ def process_group() -> Iterator[None]:
 
     Does nothing without such a launcher, or inside a running group.
     """
-    # gloo's threads must end with the block: a thread that releases a tensor while the interpreter
-    # exits aborts the process. They end when no reference to the group remains;
-    # `torch.distributed.nn`, imported in a group, would keep one as a default argument.
+    # gloo's threads must end with the block, as one that releases a tensor while the interpreter
+    # exits aborts the process. They end with the last reference to the group; importing
+    # `torch.distributed.nn` inside the block would make one, as a default argument.
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
         return
@@ -117,13 +118,13 @@ def world_size() -> int:
 
 
 def is_distributed() -> bool:
-    """Return whether more than one rank takes part."""
+    """Return whether there is a process group of more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def _waiting() -> Iterator[None]:
-    """Set the flag of `in_collective` within this context or decorated function."""
+    """Make `in_collective` return True within this context or decorated function."""
     global _in_collective
     _in_collective = True
     try:
@@ -133,12 +134,12 @@ def _waiting() -> Iterator[None]:
 
 
 def in_collective() -> bool:
-    """Return whether one of this module's collective calls runs (on a GPU, is being launched)."""
+    """Return whether this rank is in a collective call of this module."""
     return _in_collective
 
 
 def clone_store() -> Any:
-    """Connect another thread to the process group's store; None for a single rank."""
+    """Return a connection to the process group's store for another thread; None for one rank."""
     return dist.distributed_c10d._get_default_store().clone() if is_distributed() else None
 
 
@@ -211,7 +212,7 @@ class _Gather(torch.autograd.Function):
 
 
 def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to rank 0's CPU; empty elsewhere."""
+    """Return copies of tensors on the CPU, on rank 0; empty on other ranks."""
     if rank() > 0:
         return {}
     return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
@@ -231,15 +232,15 @@ def pass_on(tensors: list[Tensor]) -> list[Tensor]:
     ranks, index = world_size(), rank()
     if ranks == 1:
         return tensors
-    received = [torch.empty_like(tensor) for tensor in tensors]
+    results = [torch.empty_like(tensor) for tensor in tensors]
     work = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, t.contiguous(), (index + 1) % ranks) for t in tensors]
-        + [dist.P2POp(dist.irecv, t, (index - 1) % ranks) for t in received]
+        + [dist.P2POp(dist.irecv, t, (index - 1) % ranks) for t in results]
     )
     with _waiting():
         for request in work:
             request.wait()
-    return received
+    return results
 
 
 def barrier() -> None:
@@ -261,7 +262,7 @@ def max_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") 
 
 @_waiting()
 def mean_over_ranks(values: Tensor) -> Tensor:
-    """Average a CPU vector over ranks."""
+    """Overwrite a CPU vector by its mean over ranks, and return it."""
     if world_size() > 1:
         dist.all_reduce(values, group=_cpu_group)
         values /= world_size()
@@ -306,7 +307,7 @@ def raise_on_all_ranks(kind: type[ValueError]) -> Iterator[None]:
 
 @_waiting()
 def tensor_from_rank_0(tensor: Tensor) -> Tensor:
-    """Return rank 0's content of a CPU tensor that has the same shape and dtype on every rank."""
+    """Overwrite a CPU tensor, of one shape and dtype on all ranks, by rank 0's, and return it."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=_cpu_group)
     return tensor

@@ -45,8 +45,8 @@ _URL = re.compile(
 # are prefixes of timm and datasets, with names or local paths behind them.
 _URI = re.compile(r"(?!(?:hub|local-dir|hf[-_]hub):)([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)
 _PARAMETER = re.compile(r";[\w.~-]+=(?!\$\{\w+\})[^;/\s]+")
-_NAMED_USER = re.compile(r"(\$\{\w+\}:?)+@")
-_NAMED_QUERY = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
+_USER_REFERENCES = re.compile(r"(\$\{\w+\}:?)+@")
+_QUERY_REFERENCES = re.compile(r"\?([\w.~-]+=\$\{\w+\}(&|$))+")
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD]")
 _ESCAPE = re.compile(
@@ -377,9 +377,9 @@ class Redacted:
 
 def _redact_url(url: re.Match[str]) -> str:
     scheme, web, user, path, query = (part or "" for part in url.groups())
-    if user and (web or ":" in user) and not _NAMED_USER.fullmatch(user):
+    if user and (web or ":" in user) and not _USER_REFERENCES.fullmatch(user):
         user = f"{HIDDEN}@"
     path = _PARAMETER.sub(f";{HIDDEN}", path)
-    if query and not _NAMED_QUERY.fullmatch(query):
+    if query and not _QUERY_REFERENCES.fullmatch(query):
         query = query[0] + HIDDEN
     return f"{scheme}{user}{path}{query}"

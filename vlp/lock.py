@@ -162,8 +162,8 @@ def _owner(path: Path) -> dict[str, Any]:
 
 def _is_running(owner: dict[str, Any]) -> bool:
     # A later process may have the owner's id, but not its start time.
-    started = owner.get("started")
-    return started is not None and _start_time(owner.get("process")) == started
+    start_time = owner.get("started")
+    return start_time is not None and _start_time(owner.get("process")) == start_time
 
 
 def _start_time(process: object) -> int | None:

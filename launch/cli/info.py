@@ -53,7 +53,7 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
     from vlp.training.run_folder import read_starts
 
     [source] = read_sources([folder])
-    starts: list[dict[str, Any]] = read_starts(folder).get("starts", [])
+    starts: list[dict[str, Any]] = read_starts(folder)["starts"]
     steps = [line for line in source.log if "samples" in line]
     owner = owner_of(folder)
     if owner is None:
@@ -113,9 +113,9 @@ def _print_installation() -> None:
 
     print(f"vlp {vlp.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print("\nversions")
-    installed = versions((*PACKAGES, *OPTIONAL))
+    version_by_name = versions((*PACKAGES, *OPTIONAL))
     for name in (*PACKAGES, *OPTIONAL):
-        print(f"  {name:14} {installed.get(name, 'not installed')}")
+        print(f"  {name:14} {version_by_name.get(name, 'not installed')}")
     print("\ndevices")
     print(f"  {'cpu':14} {torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):

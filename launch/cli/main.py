@@ -260,8 +260,8 @@ def launch_ranks(ranks: int, arguments: Sequence[str]) -> int:
 
     from vlp.training.stop_requests import REQUEUE
 
-    handled = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
-    options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", handled]
+    signal_names = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+    options = ["--standalone", "--nproc_per_node", str(ranks), "--signals_to_handle", signal_names]
     options += ["-m", "launch"]
     try:
         run.run(run.parse_args([*options, *arguments]))

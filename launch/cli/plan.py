@@ -99,12 +99,12 @@ def plan(
     print(f"batch: {training.batch:,} pairs, {training.batch // gpus:,} a GPU")
     print(f"parameters: {', '.join(f'{name} {n:,}' for name, n in counts.items())}\n")
     header = ["memory of a GPU, GB", *(f.replace("_", " ") for f in StageMemory._fields), "sum"]
-    configured = 0
+    configured_stage = 0
     if training.deepspeed is not None:
-        configured = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
+        configured_stage = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
     rows = [
         [
-            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == configured)}",
+            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == configured_stage)}",
             *(f"{part / 1e9:.2f}" for part in (*memory, sum(memory))),
         ]
         for stage, memory in stages.items()

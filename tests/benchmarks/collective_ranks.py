@@ -50,7 +50,7 @@ def main(name, ranks):
 
 names = sys.argv[1].split(",")
 prepare_environment()
-distributed.start(join=start_deepspeed)
+distributed.start(start_group=start_deepspeed)
 for name in names:
     main(name, distributed.world_size())
 distributed.end()

@@ -187,7 +187,7 @@ from vlp.training.stop_requests import Launchers
 {wait}
 launchers = Launchers()
 Path("child").write_text(str(os.getpid()))
-while not launchers.lost():
+while not launchers.is_lost():
     time.sleep(0.05)
 Path("lost").write_text("")
 """

@@ -11,15 +11,15 @@ def after(sign, seconds, number=2):
 
 def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
     detector = HangDetector(10)
-    other = FIRST._replace(host="node-b", moves=19, phase="data", waits=False)
+    other = FIRST._replace(host="node-b", phase_count=19, phase="data", waits=False)
     assert detector.update([FIRST, other], 0.0) == ([], False)
     assert detector.update([after(FIRST, 9), other], 9.0) == ([], False)
     said, hangs = detector.update([after(FIRST, 11, 3), other], 11.0)
     assert said == ["rank 1 (node-b) is silent for 11 s; it was in step 7, data"]
     assert hangs
     assert detector.update([after(FIRST, 13, 4), other], 13.0) == ([], False)
-    back = FIRST._replace(number=2, host="node-b", moves=21)
-    assert detector.update([FIRST._replace(number=5, moves=21), back], 15.0) == (
+    back = FIRST._replace(number=2, host="node-b", phase_count=21)
+    assert detector.update([FIRST._replace(number=5, phase_count=21), back], 15.0) == (
         ["rank 1 (node-b) is back after 15 s"],
         False,
     )
@@ -27,7 +27,7 @@ def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
 
 def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
     for behind, told in (
-        ({"moves": 19, "phase": "data", "waits": False}, "rank 2 (node-a) in data; the others"),
+        ({"phase_count": 19, "phase": "data", "waits": False}, "rank 2 (node-a) in data; the o"),
         ({"waits": False}, "rank 2 (node-a) in forward; the others wait"),
         ({}, "rank 0 (node-a), 1 (node-a), 2 (node-a) in forward"),
     ):
@@ -50,18 +50,18 @@ def test_a_step_that_goes_on_somewhere_and_a_run_that_ends_are_no_hang():
         assert detector.update(ended, now) == ([], False)
 
 
-def test_phases_are_moves_with_their_longest_time(tmp_path):
+def test_phases_are_counted_with_their_longest_time(tmp_path):
     watchdog = Watchdog(30.0, print, tmp_path)
     for phase in ("data", "forward", "data"):
         watchdog.enter(phase)
     [sign] = watchdog._exchange(None, 4)
-    assert (sign.number, sign.step, sign.moves, sign.phase, sign.waits) == (4, 0, 3, "data", False)
-    watchdog._entered -= 50
+    assert (sign.number, sign.step, *sign[3:5], sign.waits) == (4, 0, 3, "data", False)
+    watchdog._phase_start -= 50
     assert watchdog._exchange(None, 5)[0].hangs
     watchdog._longest["data"] = 20.0  # it always takes long
     assert not watchdog._exchange(None, 6)[0].hangs
     watchdog._phase = "save"
-    watchdog._entered -= 500
+    watchdog._phase_start -= 500
     assert not watchdog._exchange(None, 7)[0].hangs
 
 

@@ -77,7 +77,7 @@ class Checkpoints:
         self._fingerprint = dict(fingerprint or {})
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # The checkpoint that is being written, and on rank 0 the thread's work.
-        self._unfinished: str | None = None
+        self._pending_name: str | None = None
         self._work: Future[None] | None = None
 
     def __str__(self) -> str:
@@ -101,15 +101,15 @@ class Checkpoints:
         files = engine.snapshot() | {EXTRA: distributed.on_rank_0(task.extra_state())}
         if engine.rank == 0:
             self._work = self._thread.submit(self._write, name, files, state)
-        self._unfinished = name
+        self._pending_name = name
         if wait:
             self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written; CheckpointError on every rank on failure."""
-        if self._unfinished is None:
+        if self._pending_name is None:
             return
-        name, self._unfinished = self._unfinished, None
+        name, self._pending_name = self._pending_name, None
         error = self._work.exception() if self._work else None
         self._work = None
         if error is not None and not isinstance(error, OSError | ConfigError):
@@ -127,7 +127,7 @@ class Checkpoints:
         """Wait until this rank's thread ends; a failed write is a warning."""
         self._thread.shutdown()
         if self._work and (error := self._work.exception()) is not None:
-            logger.warning("cannot write the checkpoint %s/%s: %s", self, self._unfinished, error)
+            logger.warning("cannot write the checkpoint %s/%s: %s", self, self._pending_name, error)
 
     def _write(
         self, name: str, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
@@ -237,10 +237,10 @@ class Checkpoints:
                 raise CheckpointError(
                     f"{path} has format version {state['version']!r}; this code reads {VERSION}"
                 )
-            saved, data = state["config"], state["data"]
+            saved_config, data = state["config"], state["data"]
             progress = _PROGRESS.validate_python(state["progress"])
-            differences = compare(saved, self._values, self._config)
-            changed = sorted(dict(data.items() ^ self._fingerprint.items()))
+            differences = compare(saved_config, self._values, self._config)
+            changed_parts = sorted(dict(data.items() ^ self._fingerprint.items()))
             if progress.step != step_of(name):  # a copy would remain the newest checkpoint
                 raise ValueError(f"it is of step {progress.step}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -257,10 +257,10 @@ class Checkpoints:
             )
         for line in differences.tolerated:
             logger.warning("resuming with a changed setting: %s", line)
-        if changed:
+        if changed_parts:
             raise CheckpointError(
-                f"{path} was trained on other data: {', '.join(changed)} changed since; restore "
-                "the data, or start a run in another `output` from a model of this run"
+                f"{path} was trained on other data: {', '.join(changed_parts)} changed since; "
+                "restore the data, or start a run in another `output` from a model of this run"
             )
         return progress
 

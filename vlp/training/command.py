@@ -47,10 +47,10 @@ _DATA_REMEDIES: dict[type[DataError], str] = {
     "samples: data.outages.policy=skip",
 }
 # Part of PyTorch's message when loader processes lack memory -> remedy.
-_SHARED = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
-_LOADER = {
-    "allocate shared memory": _SHARED,
-    "killed by signal: Bus error": _SHARED,
+_ENLARGE_SHM = "enlarge /dev/shm (docker run --shm-size), or lower the workers of the data"
+_LOADER_REMEDIES = {
+    "allocate shared memory": _ENLARGE_SHM,
+    "killed by signal: Bus error": _ENLARGE_SHM,
     "killed by signal: Killed": "where memory ran out, lower the workers of the data or the batch",
 }
 
@@ -58,7 +58,9 @@ _LOADER = {
 _MIN_OPEN_FILES = 256
 
 AnyRun = TypeVar("AnyRun", bound=RunConfig)
+# Returns the task (an `nn.Module`) and its data; ConfigError if they do not fit.
 Build = Callable[[AnyRun], tuple[Any, Any]]
+# Returns the validation, from configuration, task and data; None without validation data.
 BuildValidation = Callable[[AnyRun, Any, Any], BestCheckpoint | None]
 
 
@@ -73,11 +75,10 @@ def run_training(
     """Run one rank of a training; return its exit code.
 
     Args:
+        path: the configuration file.
         overrides: `key.sub=value` of the command line.
         resume: continue from the newest good checkpoint in `output`, or start without one. If
             `path` is the config.yaml of a run, `output` is its folder.
-        build: returns the task (an `nn.Module`) and its data; ConfigError if they do not fit.
-        build_validation: returns the validation, from configuration, task and data.
     """
     try:
         prepare_environment()
@@ -96,11 +97,11 @@ def run_training(
     try:
         with StopSignals() as signals:
             timeout = timedelta(seconds=config.training.timeout)
-            join = None if config.training.deepspeed is None else start_deepspeed
-            distributed.start(timeout, join)
+            start_group = None if config.training.deepspeed is None else start_deepspeed
+            distributed.start(timeout, start_group)
             code = _run(config, resume, build, build_validation, signals)
             if code == REQUEUE:
-                # Launchers repeat SIGTERM, which kills the process when the handlers are removed.
+                # Launchers repeat SIGTERM, which would kill the process without these handlers.
                 leave(code)
             distributed.end()
         return code
@@ -115,7 +116,7 @@ def run_training(
 
 
 def _output_override(path: str | Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override of `output` for the config.yaml of a run, which may have been moved."""
+    """Return the override of `output` for the config.yaml of a run, whose folder may have moved."""
     folder = RunFolder(Path(path).parent, resume=True)
     is_run_config = Path(path).name == folder.config.name and folder.starts.is_file()
     if not is_run_config or any(override.startswith("output=") for override in overrides):
@@ -130,7 +131,7 @@ def _run(
     build_validation: BuildValidation[AnyRun] | None,
     signals: StopSignals,
 ) -> int:
-    """Build everything and train; return the exit code. The process group runs already."""
+    """Build task, data and engine, and train, in a running process group; return the exit code."""
     best: BestCheckpoint | None = None
     with ExitStack() as stack:
         try:
@@ -139,7 +140,7 @@ def _run(
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
                     stack.enter_context(FolderLock(Path(config.output)))
-                # Rank 0 may already have written to the folder.
+                # Other ranks may see what rank 0 has written to the folder by now.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 if resume and distributed.rank() == 0:
                     folder.require_run()
@@ -164,15 +165,15 @@ def _run(
 
 
 def _recompute_key(training: TrainingConfig) -> str | None:
-    """Return the key that runs a forward pass in chunks or twice, if one does."""
+    """Return the key, if any, by which the forward pass runs in chunks or twice."""
     if getattr(training, "grad_cache", None):
         return "training.grad_cache"
-    recomputes = training.activation_checkpointing != "none"
-    return "training.activation_checkpointing" if recomputes else None
+    is_recomputed = training.activation_checkpointing != "none"
+    return "training.activation_checkpointing" if is_recomputed else None
 
 
 def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], Engine]:
-    """Check that the configuration fits its engine; return the engine's class."""
+    """Return the class of `training.engine`; ConfigError if it cannot run on these ranks."""
     if training.deepspeed is None:
         from vlp.training.engines.ddp import DdpEngine
 
@@ -195,20 +196,21 @@ def _refuse(message: str) -> int:
 
 
 def _explain(error: BaseException) -> None:
-    """Print what ended this rank; a traceback only where the message alone would not help."""
+    """Print what ended this rank; a traceback only if the message alone would not help."""
     rank = os.environ.get("RANK", "0")
     message = str(error.__cause__ or error)
+    loader_remedy = next((text for part, text in _LOADER_REMEDIES.items() if part in message), None)
     if isinstance(error, CheckpointError | NonFiniteError | ConfigError):  # raised on all ranks
         if rank == "0":
             print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, DataError):
         remedy = _DATA_REMEDIES.get(type(error), "")
         print(f"error on rank {rank}: {error}{remedy}", file=sys.stderr)
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         print(f"error on rank {rank}: {error}; free disk space, then --resume", file=sys.stderr)
-    elif advice := [advice for part, advice in _LOADER.items() if part in message]:
+    elif loader_remedy:
         reason = message.strip(". \n").splitlines()[-1]
-        print(f"error on rank {rank}: {reason}; {advice[0]}, then --resume", file=sys.stderr)
+        print(f"error on rank {rank}: {reason}; {loader_remedy}, then --resume", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
         print(f"rank {rank} was interrupted", file=sys.stderr)
     elif distributed.is_lost_peer(error):

@@ -29,7 +29,7 @@ from vlp.training.optimiser import OptimiserConfig
 
 
 def _blocks(value: Any) -> Any:
-    """Convert booleans, which pydantic would read as numbers, to "blocks" and "none"."""
+    """Return "blocks" for True and "none" for False, which pydantic would read as 1 and 0."""
     return ("blocks" if value else "none") if isinstance(value, bool) else value
 
 
@@ -45,7 +45,7 @@ class TrainingConfig(Config):
         512, ge=1, description="samples of one global batch (all ranks, one micro-step)"
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="global batches in one optimiser step, of equal weight, also if short"
+        1, ge=1, description="micro-steps of one optimiser step; all weigh the same"
     )
     epochs: int | None = Field(
         30, ge=1, description="passes over the data; may be null where `steps` is given"
@@ -59,7 +59,7 @@ class TrainingConfig(Config):
     engine: str = Field(
         "deepspeed",
         description="what holds parameters and optimiser state: ddp, a whole copy on every rank; "
-        "ddp-bf16, the same, with gradients reduced in bf16; deepspeed, ZeRO 1; "
+        "ddp-bf16, a whole copy, with gradients reduced in bf16; deepspeed, ZeRO 1; "
         "zero0 to zero3, or the path of a JSON file such as those of configs/deepspeed",
     )
     compile: Compile = Field(
@@ -73,8 +73,8 @@ class TrainingConfig(Config):
         Literal["none", "blocks"] | Annotated[int, Field(ge=1)], BeforeValidator(_blocks)
     ] = Field(
         "none",
-        description="what the backward pass computes again to need less memory: blocks, all of "
-        "them, or a number, the lowest of every encoder; losses keep every bit",
+        description="blocks whose activations the backward pass recomputes, to save memory: "
+        "blocks, all of them; a number, the lowest ones of every encoder; losses keep every bit",
         json_schema_extra={"resume": "free"},
     )
     optimiser: OptimiserConfig = Field(
@@ -83,7 +83,7 @@ class TrainingConfig(Config):
     seed: int = Field(
         0,
         ge=0,
-        description="of weights, order, augmentation and masks",
+        description="of initial weights, order of the data, augmentation and masks",
         json_schema_extra={"resume": "fixed"},
     )
     log_every: int = Field(
@@ -94,11 +94,11 @@ class TrainingConfig(Config):
     )
     checkpoint_every: int = Field(1000, ge=1, description="steps between two checkpoints")
     keep_last: int = Field(
-        2, ge=1, description="last checkpoints that stay", json_schema_extra={"resume": "free"}
+        2, ge=1, description="number of checkpoints to keep", json_schema_extra={"resume": "free"}
     )
     trackers: tuple[TrackerName, ...] = Field(
         ("tensorboard",),
-        description="where figures go beside `log.jsonl`; wandb and mlflow are of vlp[track]",
+        description="trackers of the metrics in `log.jsonl`; wandb and mlflow need vlp[track]",
         json_schema_extra={"resume": "free"},
     )
     timeout: float = Field(
@@ -118,13 +118,13 @@ class TrainingConfig(Config):
 
     @property
     def deepspeed(self) -> str | None:
-        """Return the name or path of DeepSpeed's settings; None for DDP."""
+        """Return name or path of DeepSpeed's JSON file (`deepspeed_file`); None for DDP."""
         if self.engine in ("ddp", "ddp-bf16"):
             return None
         return "zero1" if self.engine == "deepspeed" else self.engine
 
     def require_equal_shares(self, world_size: int) -> None:
-        """Require that a batch can be shared equally by `world_size` ranks."""
+        """Require a batch that is a multiple of the number of ranks."""
         if self.batch % world_size:
             raise ConfigError(
                 f"training.batch {self.batch} cannot be shared equally by {world_size} ranks"
@@ -132,14 +132,14 @@ class TrainingConfig(Config):
 
 
 class ValidatedTrainingConfig(TrainingConfig):
-    """A training that keeps the model with the best validation figures in `best/`."""
+    """A training that saves the model with the best validation metrics in `best/`."""
 
     evaluate_every: int | None = Field(
         None, ge=1, description="steps between validations; null: every epoch"
     )
 
     def steps_in_epoch(self, data: Any) -> int:
-        """Count the optimiser steps of the data's first epoch, at least one."""
+        """Return the number of optimiser steps in the data's first epoch, at least 1."""
         return max(1, data.batches_in_epoch(0) // self.gradient_accumulation_steps)
 
 
@@ -149,9 +149,9 @@ class PretrainTrainingConfig(ValidatedTrainingConfig):
     grad_cache: int | None = Field(
         None,
         ge=1,
-        description="samples of a rank that encoders and objectives keep activations of at a time, "
-        "a multiple of sample groups; those of others are computed again in the backward pass, "
-        "while the contrastive loss compares the whole batch; null: all",
+        description="GradCache: samples of a rank in one pass of encoders and objectives, a "
+        "multiple of sample groups; the backward pass repeats each pass, and the contrastive loss "
+        "compares the whole batch; null: one pass for all",
     )
 
 
@@ -173,26 +173,26 @@ class RunConfig(Config):
     plugins: tuple[str, ...] = Field(
         (),
         description="Python files or modules that register encodings, objectives or tasks; "
-        "imported before the other keys are read",
+        "imported before other keys are validated",
         json_schema_extra={"resume": "free"},
     )
 
 
 class ValidationConfig(Config):
-    """Held-out pairs for validating a pretraining, without effect on the training."""
+    """Held-out pairs that validate a pretraining; they never change its weights."""
 
     model_config = ConfigDict(json_schema_extra={"resume": "free"})
 
     shards: tuple[str, ...] = Field(min_length=1, description="folders of shards, as one set")
     features: str | None = Field(
-        None, description="folder of `vlp data features` with their images, as data.features"
+        None, description="folder of `vlp data features` for these shards, as data.features"
     )
     rerank: int = Field(
-        0, ge=0, description="candidates re-ranked by the cross-modal encoder; 0 is none"
+        0, ge=0, description="candidates that the cross-modal encoder re-ranks; 0: none"
     )
 
 
-# Share of patches that MIM masks, and patches per square side: SimMIM's 0.6, 32 px at patch 16.
+# Share of patches that MIM masks, and side of a masked square in patches; SimMIM: 0.6 and 32 px.
 MASKED_SHARE, MASKED_SQUARE = 0.6, 2
 
 
@@ -225,7 +225,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def inputs(self) -> Inputs:
-        """Return the sizes and masks of batches that model and objectives need."""
+        """Return what batches need to contain for model and objectives."""
         mlm, mim = self.objectives.mlm, self.objectives.mim
         return Inputs(
             image_size=self.model.image.image_size,
@@ -237,31 +237,32 @@ class PretrainConfig(RunConfig):
             statistics=self.model.image.statistics,
         )
 
-    def require_world_size(self, ranks: int) -> None:
+    def require_world_size(self, world_size: int) -> None:
         """Require equal shares of batch and streams, and whole sample groups, on all ranks."""
         try:
-            self._require_world_size(ranks)
+            self._require_world_size(world_size)
         except ConfigError as error:
             sizes = self.world_sizes()
-            nearest = [*[n for n in sizes if n < ranks][-1:], *[n for n in sizes if n > ranks][:1]]
-            raise ConfigError(
-                f"{error}; {' or '.join(map(str, nearest)) or 'no number'} can"
-            ) from error
+            smaller = [size for size in sizes if size < world_size]
+            larger = [size for size in sizes if size > world_size]
+            nearest = " or ".join(map(str, [*smaller[-1:], *larger[:1]]))
+            raise ConfigError(f"{error}; {nearest or 'no number'} can") from error
 
-    def _require_world_size(self, ranks: int) -> None:
-        training = self.training
-        training.require_equal_shares(ranks)
-        require_whole_groups(self.objectives, training.batch, ranks, chunk=training.grad_cache)
+    def _require_world_size(self, world_size: int) -> None:
+        batch, chunk = self.training.batch, self.training.grad_cache
+        self.training.require_equal_shares(world_size)
+        require_whole_groups(self.objectives, batch, world_size, chunk=chunk)
         if self.data.epoch_samples is None:  # a resampled stream suits any number of ranks
-            streams_of_rank(self.data.canonical_streams, 0, ranks)
+            streams_of_rank(self.data.canonical_streams, 0, world_size)
 
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that can train this configuration, in ascending order."""
         sizes, batch = [], self.training.batch
-        for ranks in (number for number in range(1, batch + 1) if batch % number == 0):
+        # Divisors of the batch alone, as an error takes time.
+        for world_size in (number for number in range(1, batch + 1) if batch % number == 0):
             with suppress(ConfigError):
-                self._require_world_size(ranks)
-                sizes.append(ranks)
+                self._require_world_size(world_size)
+                sizes.append(world_size)
         return sizes
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Store metrics of a step."""
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Write the remaining metrics of a finished or failed run."""
 
 
@@ -52,7 +52,7 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Write the remaining metrics."""
         self._writer.close()
 
@@ -88,9 +88,9 @@ class WandbTracker:
         """Store metrics of a step."""
         self._run.log({**metrics, "step": step})
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Upload the remaining metrics."""
-        self._run.finish(exit_code=int(failed))
+        self._run.finish(exit_code=int(has_failed))
 
 
 class MlflowTracker:
@@ -153,9 +153,9 @@ class MlflowTracker:
             ],
         )
 
-    def close(self, failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         """Mark the run as ended or failed."""
-        self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+        self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
 
 
 _TRACKERS: dict[TrackerName, Callable[[RunFolder, int, int], Tracker]] = {

@@ -1,4 +1,4 @@
-"""AdamW: parameter groups by weight decay and learning-rate multiplier, and the schedule."""
+"""AdamW's parameter groups, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlp.config import Config, ConfigError
 from vlp.layers.blocks import no_weight_decay
 
-# Names of AdamW's state, also in checkpoints.
+# Names in AdamW's state and in checkpoints.
 MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -36,11 +36,13 @@ class OptimiserConfig(Config):
         (0.9, 0.999), description="decay rates of AdamW's first and second moments"
     )
     epsilon: float = Field(1e-8, gt=0, description="added to AdamW's denominator")
-    clip: float | None = Field(1.0, gt=0, description="global gradient norm; null is no clipping")
+    clip: float | None = Field(
+        1.0, gt=0, description="maximum global gradient norm; null: no clipping"
+    )
     lr_multipliers: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
-        description="learning-rate factors by parameter prefix, as `model.text_encoder: 0.1`; "
-        "the longest matching prefix counts",
+        description="learning-rate factors by prefix of parameter names, as "
+        "`model.text_encoder: 0.1`; the longest matching prefix counts",
     )
 
     @model_validator(mode="after")
@@ -74,14 +76,14 @@ class OptimiserConfig(Config):
 
 def exempt_from_decay(module: nn.Module) -> set[str]:
     """Return the names of parameters that are exempt from weight decay."""
-    # Norms, biases and temperatures (vectors and scalars), and each module's `no_weight_decay()`:
-    # position tables, global position biases, class and distillation tokens.
-    vectors = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
-    return vectors | no_weight_decay(module)
+    # Norms, biases and temperatures have fewer than 2 dimensions; `no_weight_decay()` of modules
+    # names position tables, global position biases, class and distillation tokens.
+    names = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
+    return names | no_weight_decay(module)
 
 
 def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
-    """Return the factor of the longest prefix of a name, in whole dotted parts, else 1."""
+    """Return the factor of the longest dotted prefix that a parameter's name has, else 1."""
     matches = [prefix for prefix in lr_multipliers if _starts_with(name, prefix)]
     return lr_multipliers[max(matches, key=len)] if matches else 1.0
 
@@ -89,9 +91,9 @@ def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
 def parameter_groups(
     module: nn.Module, weight_decay: float, lr_multipliers: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Group trainable parameters by equal weight decay and learning rate.
+    """Group trainable parameters by weight decay and learning-rate factor.
 
-    Groups have `params`, `weight_decay` and `lr_scale`, the factor for `set_learning_rate`.
+    Groups have `params`, `weight_decay` and `lr_scale`, the factor that `set_learning_rate` reads.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     lr_multipliers = lr_multipliers or {}
@@ -115,7 +117,8 @@ def parameter_groups(
 
 
 def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
-    """Create PyTorch's AdamW, as DeepSpeed's is compiled on every machine's first start."""
+    """Create PyTorch's AdamW of a module's trainable parameters; fused on a GPU."""
+    # Not DeepSpeed's, which is compiled on every machine's first start.
     groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
@@ -128,7 +131,7 @@ def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW
 def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -> None:
     """Create zero moments, so that a checkpoint can be loaded before the first step."""
     for parameter in parameters:
-        # PyTorch keeps the count on the weights' device when AdamW is fused, else on the CPU.
+        # Fused AdamW counts steps on the parameter's device, other forms on the CPU.
         device = parameter.device if optimiser.defaults.get("fused") else "cpu"
         optimiser.state[parameter] = {
             STEP: torch.zeros((), dtype=torch.float32, device=device),

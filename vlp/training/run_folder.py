@@ -221,10 +221,10 @@ class RunFolder:
             report = _read_json(self.report)
         except OSError as error:
             raise ConfigError(f"output: {self.report} cannot be read ({error})") from error
-        ended = report.get("ended")
-        if self.model.exists() or ended in ("finished", "stopped"):
+        ending = report.get("ended")
+        if self.model.exists() or ending in ("finished", "stopped"):
             raise ConfigError(
-                f"{self.path} holds a run that {ended or 'finished'} at step "
+                f"{self.path} holds a run that {ending or 'finished'} at step "
                 f"{report.get('step', '?')}, but {self.checkpoints} holds no checkpoint to resume "
                 "it from: bring the checkpoints back, or choose another folder with output=…"
             )
@@ -296,7 +296,7 @@ def record_start(
         "data": dict(data),
     }
     content = read_starts(folder.path)
-    content["starts"] = [*content.get("starts", []), start]
+    content["starts"].append(start)
     write_json(folder.starts, content, indent=1)
     if changes:
         (folder.path / "git").mkdir(exist_ok=True)
@@ -305,8 +305,11 @@ def record_start(
 
 
 def read_starts(folder: Path) -> dict[str, Any]:
-    """Return the contents of `run.json`, empty without it; OSError if unreadable now."""
-    return _read_json(folder / "run.json")
+    """Return the contents of `run.json` with its list `starts`; OSError if unreadable now."""
+    content = _read_json(folder / "run.json")
+    starts = content.get("starts")
+    is_valid = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
+    return content | {"starts": starts if is_valid else []}
 
 
 def tracker_id(
@@ -323,13 +326,13 @@ def tracker_id(
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Return versions of Python, of this package and of installed `packages`, by name."""
-    installed = {"python": platform.python_version(), "vlp": vlp.__version__}
+    version_by_name = {"python": platform.python_version(), "vlp": vlp.__version__}
     for name in packages:
         try:
-            installed[name] = metadata.version(name)
+            version_by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return installed
+    return version_by_name
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:

@@ -33,61 +33,60 @@ _LAUNCHER_VARIABLES = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 
 
 class Launchers:
-    """Processes from this one up to the outermost launcher, with shells between them."""
+    """Process ids from this process up to its outermost launcher, with shells between them."""
 
-    # Not the shells above, as a run may outlive a terminal. Without /proc no end is noticed.
+    # Not those above, as a run may outlive a terminal. Without /proc no end is noticed.
 
     def __init__(self) -> None:
-        ancestors = [os.getpid(), *_ancestors(os.getpid())]
-        launchers = [
-            index for index, process in enumerate(ancestors) if _program(process) in _LAUNCHER_NAMES
-        ]
+        line = [os.getpid(), *_ancestors(os.getpid())]
+        launchers = [index for index, pid in enumerate(line) if _program(pid) in _LAUNCHER_NAMES]
         has_launcher = any(variable in os.environ for variable in _LAUNCHER_VARIABLES)
         # With a launcher's variables but without a known name, the parent is the launcher.
         outermost = launchers[-1] if launchers else int(has_launcher)
-        self._chain = ancestors[: outermost + 1]
-        # A launcher may have ended before this look: its child has then been adopted by init.
-        process = ancestors[outermost if launchers else 0]
-        was_started = _program(process) == _NODE_LAUNCHER if launchers else has_launcher
-        self._lost = was_started and _parent(process) == 1 and _has_init()
+        self._line = line[: outermost + 1]
+        # If a launcher has ended before this call, init has adopted its child.
+        child = line[outermost if launchers else 0]
+        is_child = _program(child) == _NODE_LAUNCHER if launchers else has_launcher
+        self._is_lost = is_child and _parent(child) == 1 and _has_init()
 
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Return whether a launcher has ended."""
-        if not self._lost:
-            links = zip(self._chain, self._chain[1:], strict=False)
-            self._lost = any(_parent(process) != parent for process, parent in links)
-        return self._lost
+        if not self._is_lost:
+            links = zip(self._line, self._line[1:], strict=False)
+            self._is_lost = any(_parent(pid) != parent for pid, parent in links)
+        return self._is_lost
 
 
-def _ancestors(process: int) -> Iterator[int]:
-    while (process := _parent(process)) > 0:
-        yield process
+def _ancestors(pid: int) -> Iterator[int]:
+    while (pid := _parent(pid)) > 0:
+        yield pid
 
 
-def _parent(process: int) -> int:
+def _parent(pid: int) -> int:
     """Return the parent's id; 0 without one."""
     try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[1])
 
 
 def _has_init() -> bool:
-    """Return whether process 1 is an init; in a container it may be a launcher or a script."""
+    """Return whether process 1 adopts orphans; in a container it may be a launcher or a script."""
     name = _program(1)
     return name not in _LAUNCHER_NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
 
 
-def _program(process: int) -> str:
-    """Return the name of a process's program; for Python, of the script or module; "" unknown."""
+def _program(pid: int) -> str:
+    """Return the name of a process's program, or of Python's script or module; "" if unknown."""
     try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    name = Path(words[0]).name
+    name = Path(arguments[0]).name
     if name.startswith("python"):
-        name = next((Path(word).name for word in words[1:] if word[:1] not in ("", "-")), name)
+        scripts = (Path(text).name for text in arguments[1:] if text[:1] not in ("", "-"))
+        name = next(scripts, name)
     return name
 
 
@@ -117,28 +116,29 @@ os.register_at_fork(after_in_child=_reset_wakeup_fd)
 
 
 class StopSignals:
-    """Listener to SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, the first Ctrl-C and the end of a launcher.
+    """Requests to stop: SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, Ctrl-C, and the end of a launcher.
 
     A SIGHUP that nohup ignores stays ignored; a second Ctrl-C interrupts; further SIGTERMs, which
     launchers send, change nothing. A process that does not call `should_stop` in time after a
-    request exits with `REQUEUE`: at once before the first call, later after `grace` seconds or
-    twice the longest time between calls, and in `suspend_deadline` after `patience` seconds.
+    request exits with `REQUEUE`: at once before the first call; later after `grace` seconds or
+    twice the longest time between calls, whichever is longer; in `suspend_deadline` after
+    `patience` seconds.
     """
 
     def __init__(self, grace: float = GRACE, patience: float = PATIENCE) -> None:
         self.reason: str | None = None
         self._grace, self._patience = grace, patience
-        self._before: dict[signal.Signals, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         self._last_check: float | None = None
-        self._longest = 0.0
+        self._longest_step = 0.0
         self._request_time = self._deadline = float("inf")
-        self._suspended = False
+        self._is_suspended = False
         self._over = threading.Event()
 
     def should_stop(self) -> bool:
         """Return whether the run is to end; called between steps."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - (self._last_check or now))
+        self._longest_step = max(self._longest_step, now - (self._last_check or now))
         self._last_check = now
         return self.reason is not None
 
@@ -148,7 +148,7 @@ class StopSignals:
         if self._last_check is None:
             yield
             return
-        start, self._suspended = time.monotonic(), True
+        start, self._is_suspended = time.monotonic(), True
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ class StopSignals:
             self._last_check += now - start
             if self.reason is not None:
                 self._deadline = max(self._deadline, now + self._grace)
-            self._suspended = False
+            self._is_suspended = False
 
     def disable_deadline(self) -> None:
         """Disable the deadline, as the run has ended and is being saved."""
@@ -171,7 +171,7 @@ class StopSignals:
         _has_wakeup_fd = True
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
+                self._previous_handlers[number] = signal.signal(number, self._handle)
         # While the main thread waits in a collective call, for ranks that may be lost, it runs no
         # signal handler: this thread notices signals, too, and exits after the deadline.
         self._thread = threading.Thread(target=self._watch, name="stop", daemon=True)
@@ -180,7 +180,7 @@ class StopSignals:
 
     def __exit__(self, *error: object) -> None:
         global _has_wakeup_fd
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
         _has_wakeup_fd = False
@@ -196,7 +196,7 @@ class StopSignals:
 
     def _request(self, reason: str) -> None:
         if self.reason is None:
-            grace = 0.0 if self._last_check is None else max(self._grace, 2 * self._longest)
+            grace = 0.0 if self._last_check is None else max(self._grace, 2 * self._longest_step)
             self._request_time = time.monotonic()
             self._deadline = self._request_time + grace
             self.reason = reason
@@ -209,13 +209,13 @@ class StopSignals:
             for number in os.read(self._read, 64) if poller.poll(1000 * _POLL_SECONDS) else b"":
                 if number in STOP_SIGNALS:
                     self._request(signal.Signals(number).name)
-            if self._launchers.lost():
+            if self._launchers.is_lost():
                 self._request("the end of its launcher")
-            suspended = self._suspended
-            limit = self._request_time + self._patience if suspended else self._deadline
+            is_suspended = self._is_suspended
+            limit = self._request_time + self._patience if is_suspended else self._deadline
             if time.monotonic() >= limit and not self._over.is_set():
                 rank = os.environ.get("RANK", "0")
-                when = "while it validated or saved" if suspended else "in the midst of a step"
+                when = "while it validated or saved" if is_suspended else "in the midst of a step"
                 if self._last_check is None:
                     when = "before its first step"
                 # The reader of standard error may have ended, too.

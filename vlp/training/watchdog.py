@@ -22,17 +22,22 @@ _HANG_FACTOR = 3.0
 
 
 class Heartbeat(NamedTuple):
-    """Message of a rank to the watching ranks.
+    """State of a rank, which it sends to the watching ranks.
 
-    number: of the heartbeat; host: machine; step: optimiser steps done; moves: phases entered,
-    equal on all ranks at the same place of the loop; phase: the current phase, for `seconds`;
-    hangs: for too long; waits: in a collective call.
+    Attributes:
+        number: of the rank's heartbeats, from 1.
+        host: name of the machine.
+        step: optimiser steps done.
+        phase_count: phases so far, equal on all ranks at the same place of the loop.
+        phase, seconds: the current phase and its time so far.
+        hangs: whether that is too long.
+        waits: whether the rank is in a collective call.
     """
 
     number: int
     host: str
     step: int
-    moves: int
+    phase_count: int
     phase: str
     seconds: float
     hangs: bool
@@ -44,15 +49,15 @@ class HangDetector:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        # By rank: number of the last heartbeat and its time; time of the last one of silent ranks.
+        # Number and time of each rank's last heartbeat, and that time of ranks reported as silent.
         self._last: dict[int, tuple[int, float]] = {}
         self._silent: dict[int, float] = {}
-        self._reported_moves: int | None = None
+        self._reported_phase_count: int | None = None
 
     def update(self, heartbeats: Sequence[Heartbeat], now: float) -> tuple[list[str], bool]:
         """Return messages at `now` (seconds), and whether they report a new hang.
 
-        `heartbeats` are the last ones of ranks from 0, empty until all ranks have started.
+        heartbeats: the last one of each rank; empty until all ranks have started.
         """
         messages, is_new = [], False
         for rank, heartbeat in enumerate(heartbeats):
@@ -73,17 +78,17 @@ class HangDetector:
                 )
         if self._silent or not heartbeats or not all(h.hangs for h in heartbeats):
             return messages, is_new
-        last = min(heartbeats, key=lambda heartbeat: heartbeat.moves)
-        if last.moves == self._reported_moves:
+        slowest = min(heartbeats, key=lambda heartbeat: heartbeat.phase_count)
+        if slowest.phase_count == self._reported_phase_count:
             return messages, is_new
-        self._reported_moves = last.moves
+        self._reported_phase_count = slowest.phase_count
         # All ranks wait for the ranks that are behind, or among these for a rank that computes.
-        last_ranks = {rank: h for rank, h in enumerate(heartbeats) if h.moves == last.moves}
-        blocking = {rank: h for rank, h in last_ranks.items() if not h.waits} or last_ranks
-        names = ", ".join(f"{rank} ({h.host})" for rank, h in blocking.items())
-        others = "; the others wait" if len(blocking) < len(heartbeats) else ""
-        message = f"step {last.step + 1} hangs for {last.seconds:.0f} s: rank {names}"
-        return [*messages, f"{message} in {last.phase}{others}"], True
+        ranks = {r: h for r, h in enumerate(heartbeats) if h.phase_count == slowest.phase_count}
+        blocking_ranks = {rank: h for rank, h in ranks.items() if not h.waits} or ranks
+        names = ", ".join(f"{rank} ({h.host})" for rank, h in blocking_ranks.items())
+        others = "; the others wait" if len(blocking_ranks) < len(heartbeats) else ""
+        message = f"step {slowest.step + 1} hangs for {slowest.seconds:.0f} s: rank {names}"
+        return [*messages, f"{message} in {slowest.phase}{others}"], True
 
 
 class Watchdog:
@@ -93,8 +98,8 @@ class Watchdog:
     in `step_N` of `folder`.
 
     Args:
-        timeout: seconds without a heartbeat or a move after which a rank is reported.
-        report: receives rank 0's messages; other ranks print theirs.
+        timeout: seconds without a heartbeat, or in one phase, after which a rank is reported.
+        report: prints rank 0's messages; other ranks print theirs to standard error.
     """
 
     def __init__(self, timeout: float, report: Callable[[str], None], folder: Path) -> None:
@@ -102,17 +107,19 @@ class Watchdog:
         self._timeout, self._folder, self._hang_folder = timeout, folder, folder
         self._rank, self._ranks = distributed.rank(), distributed.world_size()
         self._report = report if self._rank == 0 else lambda text: print(text, file=sys.stderr)
-        self._phase, self._moves, self._entered = "start", 0, time.perf_counter()
-        self._longest: dict[str, float] = {}
+        self._phase, self._phase_count, self._phase_start = "start", 0, time.perf_counter()
+        self._longest: dict[str, float] = {}  # time by phase
         self._over = threading.Event()
-        self._requests, self._missing = 0, set[int]()  # hangs so far, and ranks without stacks yet
+        self._requests = 0  # of stacks, one for each hang
+        self._missing_ranks = set[int]()  # ranks whose stacks have not arrived
 
     def enter(self, phase: str) -> None:
         """Record that this rank enters a phase, such as data, forward, update or save."""
         now = time.perf_counter()
-        spent = now - self._entered
-        self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), spent)
-        self._phase, self._entered, self._moves = phase, now, self._moves + 1
+        seconds = now - self._phase_start
+        self._longest[self._phase] = max(self._longest.get(self._phase, 0.0), seconds)
+        self._phase, self._phase_start = phase, now
+        self._phase_count += 1
 
     def __enter__(self) -> Watchdog:
         # Heartbeats go through the process group's store, also during collective calls.
@@ -143,11 +150,13 @@ class Watchdog:
 
     def _exchange(self, store: Any, number: int) -> list[Heartbeat]:
         """Send a heartbeat, and stacks on request; return the heartbeats of watched ranks."""
-        seconds, longest = time.perf_counter() - self._entered, self._longest.get(self._phase, 0.0)
-        limit = max(self._timeout, _HANG_FACTOR * longest)
+        seconds = time.perf_counter() - self._phase_start
+        limit = max(self._timeout, _HANG_FACTOR * self._longest.get(self._phase, 0.0))
         hangs = self._phase not in _UNLIMITED and seconds > limit
-        state = self.step, self._moves, self._phase, seconds, hangs, distributed.in_collective()
-        heartbeat = Heartbeat(number, socket.gethostname(), *state)
+        phase = self._phase_count, self._phase, seconds, hangs
+        heartbeat = Heartbeat(
+            number, socket.gethostname(), self.step, *phase, distributed.in_collective()
+        )
         if store is None:
             return [heartbeat]
         # A stopped store never answers, and calls to it have no timeout.
@@ -169,19 +178,19 @@ class Watchdog:
             alarm.cancel()
 
     def _collect_stacks(self, store: Any, is_new: bool) -> None:
-        """Request the stacks of all ranks for a new hang; write the stacks that have arrived."""
+        """Write the stacks that have arrived; for a new hang, request those of all ranks first."""
         if is_new:
-            self._requests, self._missing = self._requests + 1, set(range(1, self._ranks))
+            self._requests, self._missing_ranks = self._requests + 1, set(range(1, self._ranks))
             self._hang_folder = self._folder / f"step_{self.step}"
             self._hang_folder.mkdir(parents=True, exist_ok=True)
             write_text(self._hang_folder / "rank_0.txt", stacks())
             if store is not None:
                 store.set(f"request/{self._requests}", "")
             self._report(f"stacks and last collective calls of each rank: {self._hang_folder}")
-        for rank in sorted(self._missing):
+        for rank in sorted(self._missing_ranks):
             if store.check([key := f"stacks/{self._requests}/{rank}"]):
                 write_text(self._hang_folder / f"rank_{rank}.txt", store.get(key).decode())
-                self._missing.remove(rank)
+                self._missing_ranks.remove(rank)
 
 
 def stacks() -> str:

@@ -178,7 +178,7 @@ def check_accumulation(kind):
 
 
 prepare_environment()
-distributed.start(join=start_deepspeed)
+distributed.start(start_group=start_deepspeed)
 for each in (*KINDS, DDP):
     if sys.argv[2] == "train":
         check(each)

@@ -134,6 +134,6 @@ def main():
 
 
 prepare_environment()
-distributed.start(join=start_deepspeed)
+distributed.start(start_group=start_deepspeed)
 main()
 distributed.end()

@@ -104,7 +104,7 @@ def test_only_a_cpu_emulates_and_only_half_precision(monkeypatch):
 def test_flags_of_accelerate_agree_with_the_configuration(variable, value, agrees, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_{variable}", value)
     training = TrainingConfig(trackers=(), engine="ddp", compile="auto")  # none on a CPU
-    with pytest.raises(ConfigError, match="is not read; set training"):
+    with pytest.raises(ConfigError, match="is ignored; set training"):
         check_accelerate_flags(training)
     if agrees:
         check_accelerate_flags(training.model_copy(update=agrees))

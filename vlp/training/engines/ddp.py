@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel as an `Engine`: whole copies on every rank."""
+"""PyTorch's DistributedDataParallel as an `Engine`: each rank has the whole state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 class DdpEngine:
-    """One task with a whole copy on every rank; needs a process group."""
+    """DDP of one task; needs a process group."""
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         self.rank = distributed.rank()
@@ -39,7 +39,7 @@ class DdpEngine:
         self.module = task.to(self.device)
         self._clip = config.optimiser.clip
         self._micro_steps = config.gradient_accumulation_steps
-        self._micro_step = 0
+        self._micro_step = 0  # of the current optimiser step, from 1
         self._scale = LossScale(config.precision)
         self._forward = self._wrap(task, reduce_in_bf16=config.engine == "ddp-bf16")
         self._trainable = {n: p for n, p in task.named_parameters() if p.requires_grad}
@@ -47,25 +47,25 @@ class DdpEngine:
         create_moments(self._adamw, self._trainable.values())
 
     def _wrap(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
-        """Give every rank rank 0's weights; return the forward pass."""
+        """Wrap the task by DDP, which copies rank 0's weights; return its forward pass."""
         if self.world_size == 1:
             return task
-        wrapped = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             task,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            # Heads leave parts of a pretrained model unused, such as its projections.
+            # A head may leave parts of a pretrained model unused, such as its projections.
             find_unused_parameters=True,
             # The loop restores each rank's buffers after a skipped step.
             broadcast_buffers=False,
         )
         if reduce_in_bf16:
-            wrapped.register_comm_hook(None, bf16_compress_hook)
+            ddp.register_comm_hook(None, bf16_compress_hook)
 
         def forward(batch: Slots, step: int) -> StepOutput:
             # Gradients are reduced only in the backward pass of the last micro-step.
             is_last = self._micro_step == self._micro_steps
-            with nullcontext() if is_last else wrapped.no_sync():
-                output: StepOutput = wrapped(batch, step)
+            with nullcontext() if is_last else ddp.no_sync():
+                output: StepOutput = ddp(batch, step)
             return output
 
         return forward
@@ -77,8 +77,8 @@ class DdpEngine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
-        # On this thread: autograd's thread of the GPU acquires the GIL for each Python hook and
-        # kernel, which takes a tenth of a step's host time.
+        # On this thread, as autograd's thread for the GPU acquires the GIL for each Python hook and
+        # kernel: a tenth of a step's host time.
         with torch.autograd.set_multithreading_enabled(False):
             (loss / self._micro_steps * self._scale.value).backward()
 
@@ -87,10 +87,10 @@ class DdpEngine:
         self._micro_step = 0
         set_learning_rate(self._adamw, learning_rate)
         if self._adamw.defaults["fused"] and not self._scale.enabled:
-            return self._step_on_device()  # fused AdamW skips without a synchronisation
+            return self._step_on_device()
         if self._scale.enabled:
             torch._foreach_mul_(self._gradients(), 1 / self._scale.value)
-        max_norm = float("inf") if self._clip is None else self._clip
+        max_norm = float("inf") if self._clip is None else self._clip  # inf: compute the norm only
         norm = nn.utils.clip_grad_norm_(self._trainable.values(), max_norm)
         applied = bool(torch.isfinite(norm))
         if applied:
@@ -101,7 +101,7 @@ class DdpEngine:
         )
 
     def _step_on_device(self) -> Update:
-        """Take a step as `step` does, without waiting for the device."""
+        """Do what `step` does with fused AdamW, which skips a step without waiting for the GPU."""
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
         # Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
@@ -133,7 +133,7 @@ class DdpEngine:
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:
         """Restore the files of `snapshot` on any number of ranks; KeyError for another model."""
-        # Files have the form of the DeepSpeed engine's: full-size float32 tensors by name.
+        # The DeepSpeed engine has the same files: full-size float32 tensors by name.
         for file, tensors in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
             for name, value in read_tensors(folder, file, tensors):
                 if name == LOSS_SCALE:
@@ -144,7 +144,7 @@ class DdpEngine:
             state[STEP].copy_(tensors[STEP])
 
     def _state(self) -> dict[str, Tensor]:
-        """Return parameters, of tied weights one name alone, and saved buffers."""
+        """Return parameters and persistent buffers by name; tied weights once."""
         return {**self.parameters(), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:

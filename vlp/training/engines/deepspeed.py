@@ -80,7 +80,7 @@ def deepspeed_config(config: TrainingConfig, world_size: int) -> dict[str, Any]:
 
 
 def shards_parameters(training: TrainingConfig) -> bool:
-    """Return whether each rank holds a part of the parameters alone (ZeRO-3)."""
+    """Return whether each rank holds only a part of the parameters (ZeRO-3)."""
     if training.deepspeed is None:
         return False
     settings = deepspeed_config(training, distributed.world_size())
@@ -89,10 +89,10 @@ def shards_parameters(training: TrainingConfig) -> bool:
 
 @contextmanager
 def _broadcast_scalars(task: nn.Module, stage: int) -> Iterator[None]:
-    """Let DeepSpeed 0.19 initialise a module that has scalar parameters (temperatures)."""
-    # DeepSpeed broadcasts parameters as bytes, and PyTorch cannot view a scalar as bytes. Scalars
-    # are broadcast here instead: stages 0-2 skip parameters that are marked as differing between
-    # ranks; stage 3 has no such mark and gets vectors of one element.
+    """Broadcast scalar parameters (temperatures) in place of `deepspeed.initialize`, run within."""
+    # DeepSpeed 0.19 broadcasts parameters as bytes, and PyTorch cannot view a scalar as bytes.
+    # Stages 0 to 2 skip parameters that are marked as differing between ranks; stage 3 has no such
+    # mark and gets vectors of one element.
     scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
     for parameter in scalars:
         parameter.data.copy_(distributed.tensor_from_rank_0(parameter.detach().cpu()))
@@ -134,7 +134,7 @@ class DeepSpeedEngine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=task, optimizer=self._adamw, config=settings, dist_init_required=False
             )
-        self._zero: Any = self._deepspeed.optimizer
+        self._zero: Any = self._deepspeed.optimizer  # ZeRO's wrapper of `_adamw` from stage 1 on
         self._scale = LossScale(config.precision)
         self._create_moments()
 
@@ -143,15 +143,14 @@ class DeepSpeedEngine:
         return self._deepspeed(batch, step)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; averaged over ranks and micro-steps."""
+        """Add the gradients of a scalar loss, averaged over ranks and micro-steps."""
         if self.stage == 0:
             loss = loss * self._scale.value
         else:
             self._zero.loss_scale = self._scale.value
         self._deepspeed.backward(loss)
         if not self._deepspeed.is_gradient_accumulation_boundary():
-            # Only counts the micro-step.
-            self._deepspeed.step()
+            self._deepspeed.step()  # only counts the micro-step
 
     def step(self, learning_rate: float) -> Update:
         """Clip gradients, apply AdamW unless a gradient is not finite, and clear the gradients."""
@@ -218,7 +217,7 @@ class DeepSpeedEngine:
                 moment, _, parameter = name.partition(".")
                 self._write_moment(self._trainable[parameter], moment, value.to(self.device))
 
-    # Only the following methods depend on where DeepSpeed keeps its partitions.
+    # The following methods alone depend on where a stage keeps its partitions.
 
     def _create_moments(self) -> None:
         """Create zero moments, so that a checkpoint can be loaded before the first step."""
@@ -253,8 +252,8 @@ class DeepSpeedEngine:
             if self.stage > 0 and parameter.requires_grad:
                 self._utils.safe_set_full_fp32_param(parameter, value)
             return
-        sharded: Any = parameter
-        sharded.ds_tensor.data.copy_(self._partition(parameter, value))
+        zero_parameter: Any = parameter
+        zero_parameter.ds_tensor.data.copy_(self._partition(parameter, value))
         if parameter.shape == value.shape:  # a small parameter that stays gathered
             parameter.data.copy_(value)
         if parameter.requires_grad:
@@ -272,9 +271,9 @@ class DeepSpeedEngine:
     def _partition(self, parameter: Any, value: Tensor) -> Tensor:
         """Return this rank's slice of a flattened tensor at stage 3; zeros pad the last slices."""
         length = parameter.ds_tensor.numel()
-        padded = value.new_zeros(length * self.world_size)
-        padded[: value.numel()] = value.flatten()
-        return padded[length * self.rank : length * (self.rank + 1)]
+        flat = value.new_zeros(length * self.world_size)
+        flat[: value.numel()] = value.flatten()
+        return flat[length * self.rank : length * (self.rank + 1)]
 
     def _clip_gradients(self) -> float:
         """Unscale and clip gradients at stage 0; return their norm, inf if it is not finite."""

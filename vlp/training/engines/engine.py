@@ -1,4 +1,4 @@
-"""Interface between the training loop and the engines that hold parameters."""
+"""Interface of engines, which hold parameters and optimiser state for the training loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlp.data.stream.batch import Slots
 from vlp.distributed import broadcast_tensors
 from vlp.tasks.task import StepOutput
 
-# Files of a checkpoint, the same for every engine.
+# Files of a checkpoint; all engines read those of any engine.
 WEIGHTS, OPTIMISER = "weights.safetensors", "optimiser.safetensors"
 # Name of the loss scale's state in `OPTIMISER`.
 LOSS_SCALE = "loss_scale"
@@ -24,11 +24,15 @@ GROWTH_INTERVAL = 2000
 
 
 class Update(NamedTuple):
-    """Outcome of one optimiser step; the same on every rank.
+    """Result of one optimiser step; the same on every rank.
 
-    `applied` is False if a gradient is not finite: weights and optimiser state are unchanged, and
-    `gradient_norm`, the global norm before clipping, is not finite. Both are 0-d tensors while a
-    device still computes. `loss_scale` is that of the step, None without loss scaling.
+    Attributes:
+        applied: False if a gradient is not finite, which leaves weights and optimiser state as they
+            were.
+        gradient_norm: the global norm before clipping; not finite if the step was not applied.
+        loss_scale: that of the step; None without loss scaling.
+
+    The first two are 0-d tensors while a device still computes them.
     """
 
     applied: bool | Tensor
@@ -90,35 +94,35 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class LossScale:
-    """Factor of an fp16 loss: a non-finite step halves it, `GROWTH_INTERVAL` others double it."""
+    """Factor of an fp16 loss: a skipped step halves it, `GROWTH_INTERVAL` others double it."""
 
-    # The policy of `torch.amp.GradScaler`, which needs whole gradients, while ZeRO shards them, and
-    # keeps its state on a device.
+    # The policy of `torch.amp.GradScaler`, which itself needs whole gradients, while ZeRO shards
+    # them, and keeps its state on a device.
 
     def __init__(self, precision: str) -> None:
         self.enabled = precision == "fp16"
         self.value = INITIAL_SCALE if self.enabled else 1.0
-        self._applied = 0
+        self._applied_steps = 0  # since the last change
 
     def update(self, applied: bool) -> float | None:
-        """Count an optimiser step; return its scale, None without loss scaling."""
+        """Set the scale of the next step; return that of this step, None without loss scaling."""
         if not self.enabled:
             return None
         scale = self.value
-        self._applied = self._applied + 1 if applied else 0
+        self._applied_steps = self._applied_steps + 1 if applied else 0
         if not applied:
             self.value = max(1.0, scale / 2)
-        elif self._applied == GROWTH_INTERVAL:
-            self.value, self._applied = scale * 2, 0
+        elif self._applied_steps == GROWTH_INTERVAL:
+            self.value, self._applied_steps = scale * 2, 0
         return scale
 
     def state(self) -> dict[str, Tensor]:
         """Return scale and applied steps as float64 (2,) by name; empty without loss scaling."""
-        numbers = torch.tensor([self.value, self._applied], dtype=torch.float64)
-        return {LOSS_SCALE: numbers} if self.enabled else {}
+        state = torch.tensor([self.value, self._applied_steps], dtype=torch.float64)
+        return {LOSS_SCALE: state} if self.enabled else {}
 
     def load(self, state: Tensor) -> None:
         """Restore the vector of `state`, (2,); ignore it without loss scaling."""
         if self.enabled:
-            self.value, applied = state.tolist()
-            self._applied = int(applied)
+            self.value, applied_steps = state.tolist()
+            self._applied_steps = int(applied_steps)

@@ -27,7 +27,10 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 
 
 def prepare_environment() -> None:
-    """Set missing variables of launchers, so that a plain `python` is rank 0 of 1."""
+    """Set the rank's variables that are missing, so that a plain `python` is rank 0 of 1.
+
+    Without a GPU, also use the rank's share of the cores.
+    """
     _read_slurm_ranks()
     _require_rank()
     os.environ.setdefault("RANK", "0")
@@ -36,7 +39,6 @@ def prepare_environment() -> None:
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
-    # Without a GPU each rank of this machine gets its share of the cores.
     if not torch.cuda.is_available():
         keep_freed_memory()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -48,7 +50,7 @@ def check_accelerate_flags(training: TrainingConfig) -> None:
     """Require that flags of `accelerate launch` agree with the configuration."""
     compiles = resolve_compile(training.compile, distributed.default_device()) != "none"
     micro_steps = str(training.gradient_accumulation_steps)
-    # Flag -> key that is read in its place, the flag's default, and the value that agrees.
+    # Flag -> key that a training reads instead, the flag's default, and the key's value as a flag.
     flags = {
         "mixed_precision": ("precision", "no", training.precision),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", "1", micro_steps),
@@ -56,14 +58,14 @@ def check_accelerate_flags(training: TrainingConfig) -> None:
         "use_deepspeed": ("engine", "false", "true" if training.deepspeed else "false"),
         "use_fsdp": ("engine", "false", "false"),
     }
-    for flag, (key, *accepted) in flags.items():
-        value = os.environ.get(f"ACCELERATE_{flag.upper()}", accepted[0]).lower()
-        if value not in accepted:
-            raise ConfigError(f"accelerate's --{flag} {value} is not read; set training.{key}")
+    for flag, (key, *accepted_values) in flags.items():
+        value = os.environ.get(f"ACCELERATE_{flag.upper()}", accepted_values[0]).lower()
+        if value not in accepted_values:
+            raise ConfigError(f"accelerate's --{flag} {value} is ignored; set training.{key}")
 
 
 def allow_open_files() -> int:
-    """Raise this process's limit of open files as far as the system permits; return it."""
+    """Raise this process's limit of open files as far as the system permits; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 2**20 if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < limit:
@@ -72,7 +74,7 @@ def allow_open_files() -> int:
 
 
 def _read_slurm_ranks() -> None:
-    """Set the variables of launchers for `srun -n N python launch/pretrain.py`."""
+    """Set a launcher's variables by Slurm's, for `srun -n N python launch/pretrain.py`."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks in ("", "1") or "SLURM_PROCID" not in os.environ:
         return
@@ -115,9 +117,9 @@ def cores_of_rank() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process reuse freed memory for its next tensors; False without glibc."""
-    # glibc returns large blocks to the system, so that every step would map, clear and fault in
-    # new pages. With these options the process stays at its peak size.
+    """Let the process reuse freed memory for its next tensors; return False without glibc."""
+    # By default glibc returns large blocks to the system, and every step maps and clears new pages.
+    # With these options the process stays at its peak size.
     try:
         library = ctypes.CDLL(None)
         # Other C libraries have other options.
@@ -126,7 +128,7 @@ def keep_freed_memory() -> bool:
         set_option = library.mallopt
     except (OSError, AttributeError):
         return False
-    # One arena: arenas of other threads, such as autograd's, cannot hold large blocks.
+    # One arena for all threads: the other ones, such as autograd's, cannot hold large blocks.
     options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
     results = [bool(set_option(option, value)) for option, value in options.items()]
     return all(results)
@@ -140,7 +142,7 @@ def free_port() -> int:
 
 
 def is_emulated(device: torch.device, precision: str) -> bool:
-    """Return whether a device is a CPU without instructions for the precision: ten times slower."""
+    """Return whether a device is a CPU that has no instructions for the precision."""
     is_half = precision in ("bf16", "fp16")
     if device.type != "cpu" or not is_half or not torch.backends.mkldnn.is_available():
         return False
@@ -148,7 +150,7 @@ def is_emulated(device: torch.device, precision: str) -> bool:
 
 
 def advise(setting: str, precision: str) -> None:
-    """Warn on rank 0 if this CPU only emulates the precision of a setting."""
+    """Warn on rank 0 if this CPU only emulates the precision; setting: its key."""
     if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
         print(
             f"{setting}: this CPU has no instructions for {precision}; float32 is several times as "
