@@ -1,4 +1,4 @@
-"""A downstream task of one's own: which colour an image's caption names first.
+"""A downstream task as a plugin: which colour an image's caption names first.
 
 Commands: examples/colour_task.yaml. An explanation: docs/how-to/add-a-task.md.
 """
