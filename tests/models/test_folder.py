@@ -288,18 +288,21 @@ BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "interm
 
 
 @pytest.mark.parametrize(
-    ("part", "settings", "key", "value"),
+    ("part", "there", "here"),
     [
-        ("image", VIT, "num_heads", 4),
-        ("image", VIT, "act_layer", "relu"),
-        ("text", BERT, "num_attention_heads", 4),
-        ("text", BERT, "hidden_act", "relu"),
+        ("image", VIT, VIT | {"num_heads": 4}),
+        ("image", VIT, VIT | {"act_layer": "relu"}),
+        ("image", VIT | {"act_layer": "relu"}, None),
+        ("image", None, VIT | {"num_heads": 4}),
+        ("text", BERT, BERT | {"num_attention_heads": 4}),
+        ("text", BERT, BERT | {"hidden_act": "relu"}),
     ],
 )
-def test_towers_of_other_settings_are_refused(part, settings, key, value, tmp_path):
+def test_towers_of_other_settings_are_refused(part, there, here, tmp_path):
+    sizes = {"layers": 1, "intermediate": 64} if part == "image" else {}
     configs = [
-        tiny_config(**{part: {"architecture": settings | extra}, "cross": {"position": []}})
-        for extra in ({}, {key: value})
+        tiny_config(**{part: sizes | {"architecture": settings}, "cross": {"position": []}})
+        for settings in (there, here)
     ]
     save_model(tmp_path, configs[0], VLPModel(configs[0]).state_dict())
     start_from(VLPModel(configs[0]), tmp_path)
@@ -323,12 +326,24 @@ def test_weights_that_timm_knows_say_how_pixels_are_normalised():
         assert ModelConfig.model_validate({"image": {"weights": weights}}).image.statistics == own
 
 
+def test_a_start_with_other_options_says_so_and_scales_the_token_score(tmp_path):
+    trained = changed(cross={"token_score": 8})
+    trained.token_score.factor.data.fill_(3)
+    save_model(tmp_path, trained.config, trained.state_dict())
+    model = changed(cross={"token_score": 2, "options": {"anchor": {"scale": 0.5}}})
+    report = start_from(model, tmp_path)
+    assert model.token_score.factor == 8 * 3 / 2
+    assert report.notes == ("cross.options.anchor was {}, not {'scale': 0.5}",)
+
+
 def test_a_start_that_does_not_fit_is_an_error(saved):
     folder, _ = saved
     with pytest.raises(ValueError, match="missing"):
         start_from(changed(cross={"layers": 3}), folder)
     with pytest.raises(FileNotFoundError, match="no model folder"):
         start_from(changed(), "./nowhere")
+    with pytest.raises(ValueError, match=r"no place here: image_encoder\.vit\.pos_embed"):
+        start_from(changed(image={"position": "none"}), folder)
 
 
 TOWER = {"model_type": "bert", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1,

@@ -52,9 +52,3 @@ def test_a_image_and_its_mirror_image_are_one_to_ace_rpe(turn, mode, metric):
 def test_other_orders_of_its_patches_are_not():
     straight, shuffled = score(["anchor"], torch.randperm(SIDE * SIDE), mode="contextual")
     assert abs(straight - shuffled) > 1e-4
-
-
-@pytest.mark.parametrize("position", [["ape"], ["rpe"]])
-def test_absolute_and_directed_positions_know_them_apart(position):
-    straight, turned = score(position, TURNS["mirrored"](GRID))
-    assert abs(straight - turned) > 1e-4

@@ -4,11 +4,12 @@ import pytest
 import torch
 from tests_support import unit
 
-from vlp.objectives.token import MARGIN, REACH, SCALE, phrase_loss, token_losses, word_response
+from vlp.objectives import token
+from vlp.objectives.token import phrase_loss, token_losses, word_response
 
 
 def softmax(row):
-    parts = [math.exp(SCALE * float(value)) for value in row]
+    parts = [math.exp(token.PHRASE_SCALE * float(value)) for value in row]
     return [part / sum(parts) for part in parts]
 
 
@@ -25,11 +26,11 @@ def slow_loss(image_tokens, text_tokens, word_mask, valid):
         }
         for n in places:
             count += 1
-            near = [k for k in places if 0 < abs(k - n) <= REACH]
+            near = [k for k in places if 0 < abs(k - n) <= token.PHRASE_REACH]
             if not near:
                 continue
             leader = max(near, key=lambda k: (points[k], -k))
-            gap = points[leader] - points[n] - MARGIN
+            gap = points[leader] - points[n] - token.PHRASE_MARGIN
             if gap > 0:
                 target, own = softmax(cosines[leader]), softmax(cosines[n])
                 total -= gap * sum(t * math.log(o) for t, o in zip(target, own))

@@ -212,7 +212,7 @@ def test_path_kernels_compile_for_gpus(kernel, type_, patch_reach, groups_last, 
     constants |= {"GROUPS_LAST": groups_last, "TYPE": float32, "BLOCK": windowed_path._BLOCK}
     constants |= {"MASKED": True, "SAVE_WINNER": True}
     states = ("distance", "path", "path_gradient", "gradient")
-    types = dict.fromkeys(states, f"*{type_}") | dict.fromkeys(("words", "reachable"), "*u8")
+    types = dict.fromkeys(states, f"*{type_}") | dict.fromkeys(("word_mask", "reachable"), "*u8")
     types["winner"] = "*u8" if constants["ENTRIES"] < 256 else "*i16"
     spilled = compile_kernel(function, constants, types, arch).spilled
     widest = (kernel, patch_reach, groups_last, arch) == ("backward", 4, True, 80)

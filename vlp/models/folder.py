@@ -231,6 +231,11 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         ):
             del weights[name]
             unused.append(name)
+    factor = "token_score.factor"
+    if factor in weights:
+        # It is relative to `cross.token_score`, which may differ.
+        start = model.config.cross.token_score
+        weights[factor] = weights[factor] * (trained.cross.token_score / start)
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
         keys = {name: name.removeprefix(_TOWER) for name in weights if name.startswith(_TOWER)}
@@ -240,25 +245,49 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
         changed = {name: fitted[key] for name, key in keys.items() if key in fitted}
         resized = [n for n in changed if changed[n].shape != weights[n].shape] + resized
         weights |= changed
-    elif positions in weights and weights[positions].shape != target[positions].shape:
+    elif positions in weights.keys() & target.keys() and (
+        weights[positions].shape != target[positions].shape
+    ):
         weights[positions] = resample_positions(
             weights[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
-    return copy_weights(model, weights, str(folder_or_name), unused, (*initial, _OPTIONAL), resized)
+    notes = _option_notes(model.config, trained)
+    optional = (*initial, _OPTIONAL)
+    return copy_weights(model, weights, str(folder_or_name), unused, optional, resized, notes)
+
+
+def _option_notes(config: ModelConfig, trained: ModelConfig) -> list[str]:
+    """Note other options of an encoding, with which its trained tables compute something else."""
+    pairs = [
+        (f"cross.options.{name}", config.cross.options, trained.cross.options, name)
+        for name in config.cross.position
+        if name in trained.cross.position
+    ] + [
+        (f"image.positions.{name}", config.image.positions, trained.image.positions, name)
+        for name in config.image.positions
+        if name in trained.image.positions
+    ]
+    return [
+        f"{key} was {dict(theirs.get(name, {}))}, not {dict(ours.get(name, {}))}"
+        for key, ours, theirs, name in pairs
+        if ours.get(name, {}) != theirs.get(name, {})
+    ]
 
 
 def load_start(
     model: VLPModel, init_from: str | None = None, public: bool = True
 ) -> list[LoadReport]:
-    """Initialise a model from public weights (if `public`), then from `init_from`, if any."""
+    """Initialise a model from `init_from`; without it, if `public`, from public weights.
+
+    A model folder has all weights that public sources have, so those are not read.
+    """
     try:
-        reports = load_public_weights(model) if public else []
         if init_from is not None:
-            reports.append(start_from(model, init_from))
+            return [start_from(model, init_from)]
+        return load_public_weights(model) if public else []
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    return reports
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ class ImageEncoder(TrainableTower):
     def __init__(self, config: ImageConfig, embed_dim: int) -> None:
         super().__init__()
         self.config = config
-        self.vit = create_image_tower(config) if config.architecture else _create_vit(config)
+        self.vit = create_tower(config)
         self._edit = _Edit()
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # A permanent hook: `torch.compile` cannot follow hooks that are added and removed.
@@ -197,7 +197,10 @@ class ImageEncoder(TrainableTower):
         return self.projection(self.pool(states))
 
 
-def _create_vit(config: ImageConfig) -> VisionTransformer:
+def create_tower(config: ImageConfig) -> nn.Module:
+    """Create timm's model of `image.architecture`, or else a ViT of the configured sizes."""
+    if config.architecture:
+        return create_image_tower(config)
     vit = VisionTransformer(
         img_size=config.image_size,
         patch_size=config.patch_size,

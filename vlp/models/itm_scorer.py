@@ -363,22 +363,22 @@ class ITMScorer:
 
     def _paths(self, image: PreparedImage, texts: PreparedTexts) -> AnchorPaths | None:
         """Compute paths of the pairs as `VLPModel.anchors` does."""
-        anchor, words = self.config.anchor, texts.word_mask
+        anchor, word_mask = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
-            paths = uniform_paths(words, len(image.tokens), anchor.groups)
+            paths = uniform_paths(word_mask, len(image.tokens), anchor.groups)
             dtype = texts.states.dtype
             return paths._replace(
                 image_mean=paths.image_mean.to(dtype), text_mean=paths.text_mean.to(dtype)
             )
         if not {*CROSS_MODAL} & {*self.config.position}:
             return None
-        with no_autocast(words):
+        with no_autocast(word_mask):
             # One product for the tokens of all texts, (M, T N, G), then contiguous by pair.
             tokens = at_least_float32(texts.tokens).flatten(0, 1)
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
-            similarity = similarity.unflatten(1, words.shape).permute(1, 3, 0, 2).contiguous()
+            similarity = similarity.unflatten(1, word_mask.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
-        return paths_from_similarity(similarity, words, self.model.path_settings)
+        return paths_from_similarity(similarity, word_mask, self.model.path_settings)
 
 
 def _first_query(context: PositionContext) -> PositionContext:

@@ -64,8 +64,8 @@ class TokenScore(nn.Module):
         """
         with torch.autocast(text_tokens.device.type, enabled=False):
             best = (text_tokens @ image_tokens.mT).amax(-1)
-        words = word_mask.sum(-1).clamp(min=1)
-        return self.start * self.factor * (best * word_mask).sum(-1) / words
+        word_count = word_mask.sum(-1).clamp(min=1)
+        return self.start * self.factor * (best * word_mask).sum(-1) / word_count
 
 
 class VLPModel(nn.Module):
@@ -253,16 +253,16 @@ class VLPModel(nn.Module):
             image_kv,
             query_indices,
         )
-        image_tokens, text_tokens, words = image.tokens, text.tokens, text.word_mask
-        mask, score = text.attention_mask, None
+        image_tokens, text_tokens, word_mask = image.tokens, text.tokens, text.word_mask
+        attention_mask, token_score = text.attention_mask, None
         if pairs is not None:
-            mask = mask[pairs.texts]
+            attention_mask = attention_mask[pairs.texts]
         if self.config.cross.token_score:
             if pairs is not None:
                 image_tokens = image_tokens[pairs.images]
-                text_tokens, words = text_tokens[pairs.texts], words[pairs.texts]
-            score = self.token_score(image_tokens, text_tokens, words)
-        return CrossFeatures(text_states, image_states, paths, mask, score)
+                text_tokens, word_mask = text_tokens[pairs.texts], word_mask[pairs.texts]
+            token_score = self.token_score(image_tokens, text_tokens, word_mask)
+        return CrossFeatures(text_states, image_states, paths, attention_mask, token_score)
 
     def cross_multi_image(
         self, images: Sequence[ImageFeatures], text: TextFeatures, image_type_embeddings: Tensor

@@ -55,7 +55,7 @@ def hard_negatives(
     rows = similarity_i2t.shape[0]
     number, size = sample_groups(rows, group_size)
     indices = torch.arange(rows, device=similarity_i2t.device)
-    start = indices.unflatten(0, (number, size))[:, :1]
+    group_start = indices.unflatten(0, (number, size))[:, :1]
     # The diagonal blocks: negatives come from the row's group.
     blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
     blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
@@ -73,10 +73,10 @@ def hard_negatives(
 
     def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
         # `allowed` is symmetric, so both directions have candidates in the same rows.
-        has = allowed.any(-1).flatten().repeat_interleave(count)
+        has_negative = allowed.any(-1).flatten().repeat_interleave(count)
         points = (draw.unflatten(0, (number, size))[..., None] + steps) / count
-        index = _inverse_cdf(logits, allowed, points) + start[..., None]
-        return torch.where(has, index.flatten(), indices), has
+        index = _inverse_cdf(logits, allowed, points) + group_start[..., None]
+        return torch.where(has_negative, index.flatten(), indices), has_negative
 
     text, has_text = choose(blocks, uniform[:, 0].double())
     image, has_image = choose(blocks.transpose(1, 2), uniform[:, 1].double())

@@ -42,8 +42,6 @@ def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tenso
 
 def sample_groups(rows: int, group_size: int) -> tuple[int, int]:
     """Return the number and size, at most `group_size`, of the groups of consecutive rows."""
-    if group_size < 1:
-        raise ValueError(f"a sample group needs at least 1 row, not {group_size}")
     if rows <= group_size:
         return (1, rows) if rows else (0, group_size)
     if rows % group_size:

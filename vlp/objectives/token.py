@@ -65,13 +65,13 @@ class _WordResponse(torch.autograd.Function):
         similarity_gradient = (positive * mean_terms).neg_()
         similarity_gradient.scatter_add_(-1, patch[..., None], gradient[..., None])
         similarity_gradient = similarity_gradient.flatten(-2)
-        to_words = to_images = None
+        words_gradient = images_gradient = None
         with no_autocast(words):
             if ctx.needs_input_grad[0]:
-                to_words = similarity_gradient @ image_tokens.flatten(-3, -2)
+                words_gradient = similarity_gradient @ image_tokens.flatten(-3, -2)
             if ctx.needs_input_grad[1]:
-                to_images = (similarity_gradient.mT @ words).view_as(image_tokens)
-        return to_words, to_images, None
+                images_gradient = (similarity_gradient.mT @ words).view_as(image_tokens)
+        return words_gradient, images_gradient, None
 
 
 class TokenLosses(NamedTuple):
@@ -168,11 +168,11 @@ def _images_with_word(word_ids: Tensor, word_mask: Tensor, of_image: Tensor) -> 
 
 
 # Maximum distance between words of one phrase, in tokens.
-REACH = 2
+PHRASE_REACH = 2
 # Difference in selectivity, in units of cosine, from which a word follows its neighbour.
-MARGIN = 0.2
+PHRASE_MARGIN = 0.2
 # Inverse temperature of the softmax over patches.
-SCALE = 10.0
+PHRASE_SCALE = 10.0
 
 
 @region
@@ -182,13 +182,13 @@ def phrase_loss(
     """Compute the cross-entropy between a word's attention to patches and its best neighbour's.
 
     The selectivity of a word is sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the most
-    selective word at a distance of 1 to `REACH`, and the loss of the word is
+    selective word at a distance of 1 to `PHRASE_REACH`, and the loss of the word is
 
-        relu(sel_leader - sel_n - MARGIN) * H(softmax_m(SCALE s_m,leader), softmax_m(SCALE s_mn)),
+        relu(sel_leader - sel_n - PHRASE_MARGIN) * H(softmax_m(a s_m,leader), softmax_m(a s_mn)),
 
-    with gradients through the last s_mn only. So "circle" in "a red circle" learns to select the
-    patches of "red", which takes a text encoder that reads word order. The term is not from a paper
-    (docs/results/anchors.md). The loss is a sum over words.
+    with a = PHRASE_SCALE and gradients through the last s_mn only. So "circle" in "a red circle"
+    learns to select the patches of "red", which takes a text encoder that reads word order. The
+    term is not from a paper (docs/results/anchors.md). The loss is a sum over words.
 
     image_tokens: (B, M, D) and text_tokens: (B, N, D), unit length; word_mask: (B, N) bool, True =
     word piece; valid: (B,) bool, False = not counted.
@@ -202,10 +202,10 @@ def phrase_loss(
         selectivity = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
         positions = torch.arange(words.shape[1], device=words.device)
         distance = (positions[:, None] - positions).abs()
-        in_reach = (distance > 0) & (distance <= REACH)
+        in_reach = (distance > 0) & (distance <= PHRASE_REACH)
         best, leader = selectivity[:, None, :].masked_fill(~in_reach, -2.0).max(-1)  # (B, N)
-        target = (SCALE * similarity).softmax(-1)
+        target = (PHRASE_SCALE * similarity).softmax(-1)
         target = target.gather(1, leader[..., None].expand_as(target))
-        weight = torch.where(words, (best - selectivity - MARGIN).clamp(min=0), 0)
-    losses = -(target * (SCALE * similarity).log_softmax(-1)).sum(-1)
+        weight = torch.where(words, (best - selectivity - PHRASE_MARGIN).clamp(min=0), 0)
+    losses = -(target * (PHRASE_SCALE * similarity).log_softmax(-1)).sum(-1)
     return Loss((weight * losses).sum(), words.sum())

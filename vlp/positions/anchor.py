@@ -96,19 +96,18 @@ def kernel_supports(text_reach: int | None, patch_reach: int | None) -> bool:
 def windowed_path(
     distance: Tensor,
     grid: tuple[int, int],
-    words: Tensor | None,
+    word_mask: Tensor | None,
     text_reach: int,
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel of `anchor_path`, differentiable once.
 
-    `distance` is (B, M, N, G) with any strides, `words` (B, N) bool; both reaches count to either
-    side.
+    `distance` is (B, M, N, G) with any strides, `word_mask` (B, N) bool.
     """
     save_winner = distance.requires_grad and torch.is_grad_enabled()
     window = [*grid, text_reach, patch_reach]
-    path, reachable, _ = _path(distance, words, window, metric, save_winner)
+    path, reachable, _ = _path(distance, word_mask, window, metric, save_winner)
     return path, reachable
 
 
@@ -120,30 +119,30 @@ def kernels() -> ModuleType:
 
 
 def _launch(
-    distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
+    distance: Tensor, word_mask: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    path, reachable, winner = _empty_results(distance, words, window, metric, save_winner)
+    path, reachable, winner = _empty_results(distance, word_mask, window, metric, save_winner)
     reachable_bytes = reachable.view(torch.uint8)
     if path.numel():
         with torch.cuda.device(path.get_device()):
             # `reachable_bytes` stands in for tensors that the kernel does not use.
             kernels().path_forward_kernel[_programs(path)](
                 distance,
-                reachable_bytes if words is None else words.contiguous().view(torch.uint8),
+                reachable_bytes if word_mask is None else word_mask.contiguous().view(torch.uint8),
                 path,
                 reachable_bytes,
                 winner if save_winner else reachable_bytes,
                 *distance.stride(),
                 *path.stride(),
                 **_kernel_options(path, window, metric),
-                MASKED=words is not None,
+                MASKED=word_mask is not None,
                 SAVE_WINNER=save_winner,
             )
     return path, reachable, winner
 
 
 def _empty_results(
-    distance: Tensor, words: Tensor | None, window: list[int], metric: str, save_winner: bool
+    distance: Tensor, word_mask: Tensor | None, window: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate path, `reachable`, and the window entry from which each path comes (`winner`)."""
     # With the strides of `distance`, so that the kernel reads and writes in one memory order.
@@ -326,12 +325,12 @@ def anchor_path(
     require_choice("patch metric", metric, get_args(Metric))
     text_reach, patch_reach = text_window_reach(text_window), patch_window_reach(patch_window)
     shape, dtype = distance.shape, distance.dtype
-    words = None if text_mask is None else _expand_mask(text_mask, distance)
+    word_mask = None if text_mask is None else _expand_mask(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
     kernel = kernel and on_gpu(distance) and has_triton()
     kernel = kernel and kernel_supports(text_reach, patch_reach)
     if kernel and text_reach is not None and patch_reach is not None:
-        path, reachable = windowed_path(distance, grid, words, text_reach, patch_reach, metric)
+        path, reachable = windowed_path(distance, grid, word_mask, text_reach, patch_reach, metric)
         return path.view(shape), reachable.view(shape)
 
     # (B, G, rows, columns, N): tokens are contiguous in memory, as `group_similarity` leaves them.
@@ -342,13 +341,13 @@ def anchor_path(
         chunk_size = _pairs_in_cache(plane)
         for start in range(0, len(plane), chunk_size):
             chunk = slice(start, start + chunk_size)
-            barrier = None if words is None else _barrier(words[chunk], plane.dtype)
+            barrier = None if word_mask is None else _barrier(word_mask[chunk], plane.dtype)
             shortest = _shortest_path(plane[chunk], barrier, text_reach, patch_reach, metric)
             torch.lt(shortest, math.inf, out=reachable[chunk])
             # NaN of a diverged run counts as unreachable, as in the kernel.
             torch.nan_to_num(shortest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
-        barrier = None if words is None else _barrier(words, plane.dtype)
+        barrier = None if word_mask is None else _barrier(word_mask, plane.dtype)
         shortest = _shortest_path(plane, barrier, text_reach, patch_reach, metric)
         path, reachable = torch.nan_to_num(shortest, nan=0.0, posinf=0.0), shortest < math.inf
     path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
@@ -434,11 +433,11 @@ def _expand_mask(mask: Tensor, distance: Tensor) -> Tensor:
     return mask.expand(*batch_shape, tokens).reshape(math.prod(batch_shape), tokens)
 
 
-def _barrier(words: Tensor, dtype: torch.dtype) -> Tensor:
+def _barrier(word_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 at words and +inf elsewhere, (B, 1, 1, 1, N)."""
     # To be added to distances, which is cheaper than `masked_fill`.
-    barrier = torch.zeros(words.shape, dtype=dtype, device=words.device)
-    return barrier.masked_fill_(~words, math.inf)[:, None, None, None]
+    barrier = torch.zeros(word_mask.shape, dtype=dtype, device=word_mask.device)
+    return barrier.masked_fill_(~word_mask, math.inf)[:, None, None, None]
 
 
 def has_triton() -> bool:

@@ -44,7 +44,7 @@ def _length(down: int, right: int, metric: str) -> float:
 
 @triton.jit
 def path_forward_kernel(
-    distance: tl.tensor, words: tl.tensor,
+    distance: tl.tensor, word_mask: tl.tensor,
     path: tl.tensor, reachable: tl.tensor, winner: tl.tensor,
     stride_db: tl.tensor, stride_dm: tl.tensor, stride_dn: tl.tensor, stride_dg: tl.tensor,
     stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
@@ -58,8 +58,8 @@ def path_forward_kernel(
     row, column = patch // COLUMNS, patch % COLUMNS
     target = inside
     if MASKED:
-        words += pair * tokens
-        target = inside & (tl.load(words + token, mask=inside, other=0) != 0)
+        word_mask += pair * tokens
+        target = inside & (tl.load(word_mask + token, mask=inside, other=0) != 0)
     source = distance + pair * stride_db
     source += patch * stride_dm + token * stride_dn + group * stride_dg
     best = tl.full((BLOCK,), float("inf"), TYPE)
@@ -70,7 +70,7 @@ def path_forward_kernel(
         text_distance = tl.abs(source_token - token).to(TYPE)
         is_word = target & (source_token >= 0) & (source_token < tokens)
         if MASKED:
-            is_word = is_word & (tl.load(words + source_token, mask=is_word, other=0) != 0)
+            is_word = is_word & (tl.load(word_mask + source_token, mask=is_word, other=0) != 0)
         for down in tl.static_range(-PATCH, PATCH + 1):
             in_rows = is_word & (row + down >= 0) & (row + down < ROWS)
             for right in tl.static_range(-PATCH, PATCH + 1):

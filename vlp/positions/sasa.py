@@ -44,7 +44,7 @@ class SasaPosition(ClippedPosition):
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        grid: (rows, columns) if the context has no grid; required if `reach` is None.
         reach: the longest offset, in patches, that is not clipped; None: that of `grid`.
         shared_heads: the same two tables for all heads.
         prefix_bucket: whether the tables have a row for pairs with prefix tokens.

@@ -27,7 +27,7 @@ class ShawPosition(ClippedPosition):
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        grid: (rows, columns) if the context has no grid; required if `reach` is None.
         roles: which of key, value have positions.
         offsets: "product", or "raster" for a sentence, or for patches as a sequence.
         reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the

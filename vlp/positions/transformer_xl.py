@@ -49,7 +49,7 @@ class TransformerXLPosition(ClippedPosition):
 
     Args:
         width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) where the context has no grid, and for `reach` None.
+        grid: (rows, columns) if the context has no grid; required if `reach` is None.
         offsets: "product"; "axes", concatenated sinusoids of dx and dy; or "raster", for a
             sentence, or for patches as a sequence.
         reach: the longest offset of an axis, in patches, that is not clipped; None: the longest

@@ -107,9 +107,14 @@ def test_the_mlm_head_is_bert_s(tiny):
     assert str(built.weight_reports[-1]).startswith(f"{folder} -> MLM head: 5 matched")
 
 
-def test_a_bert_without_its_head_leaves_the_models(tiny, tmp_path):
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_bert_without_its_head_leaves_the_models(tiny, tmp_path, untied):
     bert, _ = tiny
-    state = {name: tensor for name, tensor in old_names(bert).items() if "cls." not in name}
+    state = old_names(bert)
+    if untied:
+        state["cls.predictions.decoder.weight"] = state["cls.predictions.decoder.weight"] + 1
+    else:
+        state = {name: tensor for name, tensor in state.items() if "cls." not in name}
     built = Pretraining(sizes(write(tmp_path, bert, state)), ObjectivesConfig(), "unused")
     assert not built.mlm_head.bias.any()
     assert not any("MLM head" in str(report) for report in built.weight_reports)

@@ -26,6 +26,7 @@ TOWERS = {
     "rotary": ("eva02_tiny_patch14_224", 14),
     "relative positions": ("beit_base_patch16_224", 16),
 }
+CLIP, PE = "vit_base_patch16_clip_224", "vit_pe_core_tiny_patch16_384"
 
 
 def made(name, side, folder=None):
@@ -230,20 +231,23 @@ def test_weights_of_another_tower_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "heads", "message"),
+    ("there", "here", "options", "message"),
     [
-        ("vit_base_patch16_clip_quickgelu_224", 2, r"mlp\.act is QuickGELU"),
-        ("vit_base_patch16_clip_224", 4, "num_heads is 4 there and 2 here"),
-        ("vit_base_patch16_clip_224", 2, None),
+        ("vit_base_patch16_clip_quickgelu_224", CLIP, {}, r"mlp\.act is QuickGELU"),
+        (CLIP, CLIP, {"num_heads": 4}, "num_heads is 4 there and 2 here"),
+        (CLIP, CLIP, {}, None),
+        (PE, PE, {"rope_grid_indexing": "ij"}, "rope.grid_indexing is ij there and xy here"),
+        (PE, PE, {"ref_feat_shape": [4, 4]}, r"rope.ref_feat_shape is \(4, 4\) there"),
+        (PE, PE, {"use_rot_pos_emb": False}, "rope is missing there"),
     ],
 )
-def test_settings_that_no_shape_tells_are_compared(there, heads, message, tmp_path):
-    args = TINY | {"num_heads": heads, "img_size": 32}
+def test_settings_that_no_shape_tells_are_compared(there, here, options, message, tmp_path):
+    args = TINY | {"img_size": 32} | options
     vit = timm.create_model(there, num_classes=0, **args)
     save_file(vit.state_dict(), tmp_path / "model.safetensors")
     config = {"architecture": there, "model_args": args, "pretrained_cfg": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = VLPModel(sizes("vit_base_patch16_clip_224", 16, 2, weights=str(tmp_path)))
+    model = VLPModel(sizes(here, 16, 2, weights=str(tmp_path)))
     if message is None:
         (report,) = load_public_weights(model)
         assert not report.notes

@@ -293,7 +293,8 @@ def test_a_start_brings_its_heads_to_student_and_teacher(tmp_path):
     assert len(built.weight_reports) == 2
     assert str(built.weight_reports[1]).startswith(f"{start}/heads.safetensors: ")
     assert not built.weight_reports[1].unused
-    without = task(ALL | {"mim": None}, init_from=start)
+    text = TINY_MODEL["text"] | {"weights": "nobody/nowhere"}  # not read
+    without = task(ALL | {"mim": None}, init_from=start, text=text)
     assert {name.partition(".")[0] for name in without.weight_reports[1].unused} == {"mim_head"}
     (tmp_path / "model" / "heads.safetensors").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=r"heads\.safetensors"):

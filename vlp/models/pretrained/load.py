@@ -23,13 +23,14 @@ from vlp.config import ConfigError
 from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.blocks import NORM_EPS
 from vlp.models.config import ImageConfig, ModelConfig
+from vlp.models.image_encoder import create_tower
 from vlp.models.pretrained.published import (
     network_settings,
     read_bert,
     read_vit,
     vit_settings,
 )
-from vlp.models.towers import create_image_tower, fit_image_tower, transformers_config
+from vlp.models.towers import fit_image_tower, transformers_config
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
@@ -138,8 +139,12 @@ def check_image_tower(
     if not isinstance(source_model, nn.Module):
         return check_vit(source_model, vit_settings(tower, "image.architecture"), source)
     ours, theirs = network_settings(tower), network_settings(source_model)
+    keys = theirs.keys() & ours.keys()
+    # RoPE has no weights whose absence would show.
+    keys |= {"rope is"} & (theirs.keys() | ours.keys())
     _require_equal(
-        [(f"vit.{key}", theirs[key], ours[key]) for key in theirs.keys() & ours.keys()], source
+        [(f"vit.{key}", theirs.get(key, "missing"), ours.get(key, "missing")) for key in keys],
+        source,
     )
     return []
 
@@ -194,10 +199,14 @@ def check_text_tower(
         config.text.model_copy(update={"architecture": architecture})
     )
     ours, theirs = model_config.to_dict(), source_config.to_dict()
+    # Not only training reads them: ESM scales embeddings by its `token_dropout`.
+    compared = {"pad_token_id", "token_dropout"}
+    # DeBERTa buckets offsets by the number of positions; other models have a table of that size.
+    compared |= {"max_position_embeddings"} if ours.get("relative_attention") else set()
     keys = {
         key
         for key in theirs.keys() & ours.keys()
-        if key == "pad_token_id" or not _TRAINING_SETTINGS.fullmatch(key)
+        if key in compared or not _TRAINING_SETTINGS.fullmatch(key)
     }
     if model_config.model_type != source_config.model_type:
         keys = {"model_type"}
@@ -232,7 +241,8 @@ def check_folder(
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
-    keys += ["image.heads"] if config.image.architecture is None else []
+    architectures = config.image.architecture, trained.image.architecture
+    keys += ["image.heads"] if architectures == (None, None) else []
     keys += ["text.heads"] if config.text.architecture is None else []
     pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
     if processor_folder is not None and (processor_folder / FILE_NAME).is_file():
@@ -244,12 +254,12 @@ def check_folder(
             raise ValueError(
                 f"{name} was trained with {key} {theirs}, not {ours}: set {key}={value}"
             )
-    image, text = trained.image.architecture, trained.text.architecture
-    # Other settings of the same architecture, such as heads, may change outputs.
-    if image is not None and config.image.architecture not in (None, image):
+    # Towers of other settings, such as heads, may have the same weights.
+    if architectures[0] != architectures[1]:
         with torch.device("meta"):
-            tower, trained_tower = map(create_image_tower, (config.image, trained.image))
+            tower, trained_tower = map(create_tower, (config.image, trained.image))
         check_image_tower(trained_tower, tower, tower.state_dict(), name)
+    text = trained.text.architecture
     if text is not None and config.text.architecture not in (None, text):
         check_text_tower(transformers_config(trained.text).to_dict(), config, name)
 
@@ -319,6 +329,8 @@ def copy_weights(
             )
         if target[name].is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"{source}: {name} is {_dtype_name(tensor)} there, not a float")
+        if not tensor.is_meta and not tensor.isfinite().all():
+            raise ValueError(f"{source}: {name} has values that are not finite")
     with torch.no_grad():
         for name, tensor in weights.items():
             target[name].copy_(tensor)

@@ -198,13 +198,16 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
     }
 
 
-_SETTINGS = ("num_heads", "eps", "scale", "num_prefix_tokens", "temperature", "in_pixels")
+# Attributes of timm's modules that change outputs for given weights; the last are of RoPE.
+_SETTINGS = ("num_heads", "eps", "scale", "num_prefix_tokens", "gate_last", "rotate_half")
+_SETTINGS += ("temperature", "in_pixels", "linear_bands", "ref_feat_shape", "normalize_coords")
+_SETTINGS += ("grid_offset", "grid_indexing", "grid_type", "min_period", "max_period")
 # Modules without effect in evaluation.
 _IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
 
 
 def network_settings(network: nn.Module) -> dict[str, str]:
-    """Return module types, heads, activations and norm epsilons of a timm model, by module name."""
+    """Return module types, activations and `_SETTINGS` of a timm model, by module name."""
     settings = {}
     for name, module in network.named_modules():
         # A class of this package, with position encodings, counts as timm's class.
@@ -215,8 +218,11 @@ def network_settings(network: nn.Module) -> dict[str, str]:
         is_leaf = not (list(module.parameters()) or list(module.children()))
         settings[f"{name} is"] = str(module) if is_leaf else kind.__name__
         for key in _SETTINGS:
-            if isinstance(value := getattr(module, key, None), int | float):
+            value = getattr(module, key, None)
+            if isinstance(value, int | float):
                 settings[f"{name}.{key} is"] = f"{value:g}"
+            elif isinstance(value, str | tuple):
+                settings[f"{name}.{key} is"] = str(value)
     return settings
 
 

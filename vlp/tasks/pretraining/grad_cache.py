@@ -47,7 +47,8 @@ def concatenate(chunks: Sequence[Any]) -> Any:
 
 def run_in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
     """Run an objective on chunks and sum its losses; statistics are means over chunks."""
-    # The running threshold moves before the backward pass, which needs this one again.
+    # The running threshold is updated before the backward pass, which runs chunks again with this
+    # value.
     threshold = step.model.anchor_threshold.clone()
     outputs = [
         run_checkpoint(partial(_run_chunk, objective, step, rows, threshold))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from vlp.config import ConfigError
@@ -17,19 +18,25 @@ _BERT_HEAD = {
     "cls.predictions.transform.LayerNorm": "mlm_head.norm",
     "cls.predictions": "mlm_head",
 }
+_DECODER, _WORDS = "cls.predictions.decoder.weight", "embeddings.word_embeddings.weight"
 
 
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
     """Copy a public BERT's MLM head, as ALBEF does, and return a report in a list.
 
-    The list is empty, and nothing is copied, if a side lacks the head or shapes differ.
+    The list is empty, and nothing is copied, if a side lacks the head, shapes differ, or the public
+    head is not tied to the word embedding, as this package's is.
     """
     if "mlm_head" not in modules:
         return []
     heads = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
     state, weights = heads.state_dict(), {}
     try:
-        for name, (_, tensor) in current_names(read_bert(bert).state, bert).items():
+        names = current_names(read_bert(bert).state, bert)
+        decoder, table = map(names.get, (_DECODER, _WORDS))
+        if decoder and table and not torch.equal(decoder[1], table[1]):
+            return []
+        for name, (_, tensor) in names.items():
             module_name, _, parameter_name = name.rpartition(".")
             key = f"{_BERT_HEAD.get(module_name)}.{parameter_name}"
             if key in state and state[key].shape == tensor.shape:

@@ -180,11 +180,11 @@ class CollapseWatch:
 def step_statistics(step: Step, paths: AnchorPaths | None) -> dict[str, Tensor]:
     """Compute all statistics of a step with the `paths` of its matching pairs."""
     with record_function("pass/statistics"):
-        of_paths = {} if paths is None else _of_paths(step, paths)
-        return of_paths | _of_features(step) | _word_cosines(step)
+        statistics = {} if paths is None else _path_statistics(step, paths)
+        return statistics | _feature_statistics(step) | _word_cosines(step)
 
 
-def _of_paths(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
+def _path_statistics(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
     """Return `AnchorStatistics`, as means and by channel group, and the threshold."""
     threshold = step.model.anchor_threshold
     by_group = anchor_statistics(
@@ -202,7 +202,7 @@ def _of_paths(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
     return statistics | {"anchor_threshold": threshold.clone()}
 
 
-def _of_features(step: Step) -> dict[str, Tensor]:
+def _feature_statistics(step: Step) -> dict[str, Tensor]:
     """Return the statistics that `CollapseWatch` checks, and the temperature."""
     image, text, valid = step.image, step.text, step.batch.valid
     return {
@@ -262,19 +262,19 @@ def _quantile(counts: Tensor, quantile: float) -> Tensor:
     return torch.where(total > 0, edge, torch.nan)
 
 
-def _histogram(similarity: Tensor, words: Tensor, on_device: bool | None = None) -> Tensor:
-    """Count the entries of `similarity` (B, M, N, G) at words (B, N) bool by bin: (BINS,) int64."""
+def _histogram(similarity: Tensor, word_mask: Tensor, on_device: bool | None = None) -> Tensor:
+    """Count the words' entries of similarity (B, M, N, G) by bin, int64; word_mask: (B, N) bool."""
     # Selecting the words would make a GPU wait for their number; a CPU counts fewer entries so.
-    by_word = similarity.transpose(1, 2)
+    by_token = similarity.transpose(1, 2)
     if on_gpu(similarity) if on_device is None else on_device:
-        return _histogram_on_device(by_word, words)
-    return torch.bincount(_bin_index(by_word[words].flatten()), minlength=BINS)
+        return _histogram_on_device(by_token, word_mask)
+    return torch.bincount(_bin_index(by_token[word_mask].flatten()), minlength=BINS)
 
 
 @region
-def _histogram_on_device(by_word: Tensor, words: Tensor) -> Tensor:
+def _histogram_on_device(by_token: Tensor, word_mask: Tensor) -> Tensor:
     # `histc` ignores entries outside of its range, such as -1.
-    index = _bin_index(by_word).float().masked_fill(~words[..., None, None], -1)
+    index = _bin_index(by_token).float().masked_fill(~word_mask[..., None, None], -1)
     return index.histc(BINS, -0.5, BINS - 0.5).long()
 
 

@@ -43,7 +43,8 @@ class Pretraining(Task):
         objectives: settings of the objectives and of the teacher.
         vocabulary: tokenizer's folder or hub name, for the model folder.
         log_every: steps between costly statistics.
-        init_from: model folder; its weights of model and heads replace public ones.
+        init_from: model folder with the weights of model and heads; then public weights are not
+            read, except for an MLM head that the folder lacks.
         model: trained in place of a new one; then `config` and public weights are not read.
         grad_cache: rows of a chunk (`grad_cache.py`); None runs all rows at once.
     """
@@ -74,10 +75,13 @@ class Pretraining(Task):
                     self.add_module(module_name, module)
         parts = [objective.trains for objective in self.objectives.values()]
         self.model.freeze_untrained(Objective.trains.difference(*parts))
-        if model is None and config.text.weights:
-            self.weight_reports += start_mlm_head(self._saved_heads(), config.text.weights)
-        if init_from is not None:
-            self.weight_reports += start_heads(self._saved_heads(), init_from)
+        heads = self._saved_heads()
+        head_reports = [] if init_from is None else start_heads(heads, init_from)
+        from_folder = {name for report in head_reports for name in report.matched}
+        # A folder without an MLM head, such as that of `vlp align`, leaves it to the public BERT.
+        if model is None and config.text.weights and "mlm_head.bias" not in from_folder:
+            self.weight_reports += start_mlm_head(heads, config.text.weights)
+        self.weight_reports += head_reports
         self.teacher: MomentumTeacher | None = None
         if objectives.teacher:
             student: dict[str, nn.Module] = {"model": self.model}
@@ -115,8 +119,8 @@ class Pretraining(Task):
         # Run a frozen tower once for student and teacher; stored features (B, T, width) skip it.
         if encoder.frozen and batch.pixels.ndim == 4:
             with record_function("pass/clean"):
-                averaged = encoder.config.average_hflip and not self.training
-                tower = encoder.hflip_averaged_tower if averaged else encoder.tower
+                average_hflip = encoder.config.average_hflip and not self.training
+                tower = encoder.hflip_averaged_tower if average_hflip else encoder.tower
                 batch = batch._replace(pixels=tower(batch.pixels))
         if self.teacher is not None:
             with record_function("pass/teacher"):
