@@ -200,9 +200,9 @@ def shards_of_node(scale: Scale) -> int:
     sampler, nodes = scale.sampler(), scale.ranks // scale.ranks_per_node
 
     def count_shards(node: int) -> int:
-        windows = range(sampler.windows_in_epoch(0))
-        window_shards = (sampler.shards_of_window(0, window, node, nodes) for window in windows)
-        return len({shard for shards in window_shards for shard in shards})
+        units = range(sampler.units_in_epoch(0))
+        unit_shards = (sampler.shards_of_unit(0, unit, node, nodes) for unit in units)
+        return len({shard for shards in unit_shards for shard in shards})
 
     some_nodes = np.random.default_rng(SEED).permutation(nodes)[:8]
     return round(np.mean([count_shards(int(node)) for node in some_nodes]))

@@ -119,7 +119,7 @@ class SampleBlock(NamedTuple):
 class Views(NamedTuple):
     """The views of a block's samples."""
 
-    levels: Tensor  # (good samples, views, 3, side, side), uint8
+    pixels: Tensor  # (good samples, views, 3, side, side), uint8
     codes: Tensor  # (samples, views): PLAIN, FLIPPED, or BAD plus the kind of fault
     checksums: Tensor  # (samples,): CRC-32 of the encoded images, 0 where they cannot be read
 
@@ -141,38 +141,38 @@ class ViewBlocks(Dataset[Views]):
         return len(self._blocks)
 
     def __getitem__(self, number: int) -> Views:
-        """Return the views of a block; `levels` lacks the bad samples."""
+        """Return the views of a block; `pixels` lacks the bad samples."""
         block, views = self._blocks[number], self._header.views
         codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
         checksums = torch.zeros(len(block.samples), dtype=torch.int64)
-        levels = []
+        pixels = []
         for row, sample in enumerate(block.samples):
             try:
                 raw = self._sources[block.source].read(block.shard, sample)
                 checksums[row] = zlib.crc32(raw.image)
-                view_levels, flipped = self._views(block, sample, raw)
+                view_pixels, flipped = self._views(block, sample, raw)
             except BadSample as bad:
                 codes[row] = BAD + self._header.kinds.index(bad.kind)
                 continue
-            levels.append(view_levels)
+            pixels.append(view_pixels)
             codes[row, flipped] = FLIPPED
         side = self._header.image_size
         empty = torch.empty(0, views, 3, side, side, dtype=torch.uint8)
-        return Views(torch.stack(levels) if levels else empty, codes, checksums)
+        return Views(torch.stack(pixels) if pixels else empty, codes, checksums)
 
     def _views(self, block: SampleBlock, sample: int, raw: RawSample) -> tuple[Tensor, list[int]]:
-        """Return levels (views, 3, side, side) of a sample, and the indices of flipped views."""
+        """Return a sample's pixels (views, 3, side, side), and the indices of flipped views."""
         header, shard = self._header, self._sources[block.source].shards[block.shard].name
         image = EncodedImage(raw.image, raw.where)
-        levels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
+        pixels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
         flipped = []
         name = f"{header.sources[block.source].index}:{shard}:{sample}"
         for view in range(1, header.views):
             rng = make_rng(header.seed, view, name, "features")
             augmented, is_flipped = self._transform.view(image, rng, may_flip=True)
-            levels.append(augmented)
+            pixels.append(augmented)
             flipped += [view] if is_flipped else []
-        return torch.stack(levels), flipped
+        return torch.stack(pixels), flipped
 
 
 _PREFETCH = 2  # blocks per process
@@ -183,8 +183,8 @@ Tower = Callable[[Tensor], Tensor]
 ShardId = tuple[int, int]  # (source, shard)
 
 
-class Written(NamedTuple):
-    """Numbers of samples with features of this command, and of bad ones among them."""
+class WriteCounts(NamedTuple):
+    """Number of samples that a command wrote features of, and of the bad ones among them."""
 
     samples: int
     bad: int
@@ -205,7 +205,7 @@ class FeatureWriter:
         self.folder, self.header, self.tower, self.device = folder, header, tower, device
         self.sources, self.transform = sources, transform
 
-    def write(self, batch: int, workers: int) -> Written:
+    def write(self, batch: int, workers: int) -> WriteCounts:
         """Write the missing shards with all ranks, `batch` views at once; returns their total."""
         with ExitStack() as stack:
             # Rank 0 holds the lock while all ranks write.
@@ -217,7 +217,7 @@ class FeatureWriter:
                 raise ConfigError(problem)
             return self._write(missing, batch, workers)
 
-    def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> Written:
+    def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> WriteCounts:
         shards = missing[distributed.rank() :: distributed.world_size()]
         step = max(1, batch // self.header.views)
         blocks_by_shard = [self._blocks(*shard, step) for shard in shards]
@@ -232,8 +232,8 @@ class FeatureWriter:
         with open_loader(loader) as views, tqdm(total=total, unit="image", disable=quiet) as bar:
             for shard, shard_blocks in zip(shards, blocks_by_shard):
                 bad += self._write_shard(*shard, islice(views, len(shard_blocks)), bar)
-        counts = distributed.gather_to_all(Written(total, bad))
-        return Written(*map(sum, zip(*counts)))
+        counts = distributed.gather_to_all(WriteCounts(total, bad))
+        return WriteCounts(*map(sum, zip(*counts)))
 
     def _open_folder(self, stack: ExitStack) -> tuple[str | None, list[ShardId]]:
         """Lock the folder; return its problem (or None) and the missing shards."""
@@ -291,7 +291,7 @@ class FeatureWriter:
         good = block.codes[:, 0] < BAD
         if not good.any():
             return bits
-        pixels = self.transform.preprocessing.normalise(block.levels.to(self.device))
+        pixels = self.transform.preprocessing.normalise(block.pixels.to(self.device))
         use_bf16 = header.precision == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, use_bf16):
             states = self.tower(pixels)

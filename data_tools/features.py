@@ -50,13 +50,13 @@ def features(
     with distributed.process_group():
         advise("--precision", precision)
         writer = feature_writer(settings, out, views, dtype, precision)
-        written = writer.write(batch, settings.data.workers)
+        counts = writer.write(batch, settings.data.workers)
         if distributed.rank() == 0:
             header = writer.header
-            size = 2 * written.samples * header.views * header.tokens * header.width
+            size = 2 * counts.samples * header.views * header.tokens * header.width
             print(
-                f"{out}: {written.samples} images x {header.views} views of {header.tokens} x "
-                f"{header.width} written, {size / 2**30:.2f} GiB; {written.bad} images cannot be "
+                f"{out}: {counts.samples} images x {header.views} views of {header.tokens} x "
+                f"{header.width} written, {size / 2**30:.2f} GiB; {counts.bad} images cannot be "
                 "read"
             )
     return 0

@@ -188,8 +188,8 @@ class Originals:
         self._by_part: dict[str, dict[str, list[_Match]]] = {}
         # Folders in the list of files that were found by their base name alone.
         self._folder_of_match: dict[_Match, str] = {}
-        # Hashes of files whose folder the list names: there may be millions.
-        self._claimed: set[int] = set()
+        # Hashes of matches that the list names with their folder: there may be millions.
+        self._match_hashes: set[int] = set()
         self._folded_names: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()  # with images, by container
         self._has_folder: dict[str, bool] = {}
@@ -205,38 +205,38 @@ class Originals:
         """Find an image by file name, perhaps with folders; None if missing or ambiguous."""
         name = name.replace("\\", "/").removeprefix("./")
         folder, _, base = name.rpartition("/")
-        if folder and (entry := self._exact(base, folder)) is not None:
+        if folder and (entry := self._find_exact(base, folder)) is not None:
             return self._location(*self._claim((base, entry)))
         # Ignore case and accents only without a match that has the same ones.
         match = self._select([base], folder, str)
         match = match or self._select(self._variants(base), folder, fold_case)
         return None if match is None else self._location(*match)
 
-    def _exact(self, base: str, folder: str) -> FileEntry | None:
+    def _find_exact(self, base: str, folder: str) -> FileEntry | None:
         """Return the file of exactly this path in the first container that has it."""
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         if first is not None and first.folder == folder:
             return first
-        positions = ((number, folder) for number in range(len(self._containers)) if more)
-        return next((more[position] for position in positions if position in more), None)
+        keys = ((number, folder) for number in range(len(self._containers)) if more)
+        return next((more[key] for key in keys if key in more), None)
 
-    def _select(self, names: list[str], folder: str, form: Callable[[str], str]) -> _Match | None:
+    def _select(self, names: list[str], folder: str, fold: Callable[[str], str]) -> _Match | None:
         """Return the file in a folder with the same end, else the only file of the base names."""
         if folder:
             candidates = (match for name in names for match in self._candidates(name, folder))
-            same_end = [match for match in candidates if self._is_in(match[1], form(folder), form)]
+            same_end = [match for match in candidates if self._is_in(match[1], fold(folder), fold)]
             if same_end:
-                match = self._unique(same_end)
+                match = self._only_match(same_end)
                 return None if match is None else self._claim(match)
             if not names or self._contains_folder(folder):
                 return None
-        matches = [match for name in names for match in self._of_name(name)]
+        matches = [match for name in names for match in self._matches_of(name)]
         if not folder:
-            return self._unique([match for match in matches if not match[1].folder] or matches)
+            return self._only_match([match for match in matches if not match[1].folder] or matches)
         # A list that names a/1.jpg and b/1.jpg means two files: if only one 1.jpg exists, it stands
         # for the first of these names.
-        match, folder = self._unique(matches), composed(folder)
-        if match is None or hash(match) in self._claimed:
+        match, folder = self._only_match(matches), composed(folder)
+        if match is None or hash(match) in self._match_hashes:
             return None
         if not ends_alike(self._folder_of_match.setdefault(match, folder), folder):
             return None
@@ -244,14 +244,14 @@ class Originals:
 
     def _claim(self, match: _Match) -> _Match:
         """Note that the list names a file's folder: its base name elsewhere means another file."""
-        if hash(match) not in self._claimed:
-            self._claimed.add(hash(match))
+        if hash(match) not in self._match_hashes:
+            self._match_hashes.add(hash(match))
             if (folder := self._folder_of_match.get(match)) is not None:
                 self._add_problem(f"{self._location(*match)} was taken for {folder}/{match[0]}")
         return match
 
-    def _unique(self, matches: list[_Match]) -> _Match | None:
-        # Several files are one image if their bytes are equal.
+    def _only_match(self, matches: list[_Match]) -> _Match | None:
+        """Return the first match if all are the same image, by their bytes; else None."""
         if len(matches) < 2:
             return matches[0] if matches else None
         first = self._location(*matches[0])
@@ -266,7 +266,7 @@ class Originals:
         if len(self.problems) < _MAX_PROBLEMS and problem not in self.problems:
             self.problems.append(problem)
 
-    def _of_name(self, base: str) -> list[_Match]:
+    def _matches_of(self, base: str) -> list[_Match]:
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         return [] if first is None else [(base, entry) for entry in (first, *more.values())]
 
@@ -274,9 +274,9 @@ class Originals:
         """Return the files of a base name that may lie in a folder."""
         # Thousands of folders may each have a `0.jpg`: an index avoids to compare with all.
         if len(self._duplicates.get(base, ())) < _MIN_INDEXED:
-            return self._of_name(base)
+            return self._matches_of(base)
         if base not in self._by_part:
-            self._by_part[base] = self._index_by_folder(self._of_name(base))
+            self._by_part[base] = self._index_by_folder(self._matches_of(base))
         return self._with_last_part(self._by_part[base], folder)
 
     def _index_by_folder(self, matches: Iterable[_Match]) -> dict[str, list[_Match]]:
@@ -314,14 +314,14 @@ class Originals:
         folded = fold_case(base)
         return [*self._folded_names.get(folded, ()), *([folded] if folded in self._by_name else ())]
 
-    def _is_in(self, entry: FileEntry, target: str, form: Callable[[str], str]) -> bool:
+    def _is_in(self, entry: FileEntry, target: str, fold: Callable[[str], str]) -> bool:
         """Return whether a file's folder ends like the folder `target`, or lies below it."""
-        folder, container = form(entry.folder), self._containers[entry.container]
-        qualified = form(f"{container.stem}/{entry.folder}".rstrip("/"))
+        folder, container = fold(entry.folder), self._containers[entry.container]
+        with_container = fold(f"{container.stem}/{entry.folder}".rstrip("/"))
         return (
             ends_alike(folder, target)
-            or f"/{target}".endswith(f"/{qualified}")
-            or f"/{target}/" in f"/{form(container.as_posix())}/{folder}/"
+            or f"/{target}".endswith(f"/{with_container}")
+            or f"/{target}/" in f"/{fold(container.as_posix())}/{folder}/"
         )
 
     def _contains_folder(self, folder: str) -> bool:

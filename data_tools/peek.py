@@ -45,7 +45,7 @@ def peek(
     index = ShardIndex.open(folder, outages=OutageConfig(policy="skip"))
     if not len(index):
         raise ConfigError(f"{folder}: its shards are empty")
-    samples = choose(index.shards, count, None if first else seed)
+    samples = choose_samples(index.shards, count, None if first else seed)
     cards = [sample_card(index, *sample, boxes) for sample in tqdm(samples, desc="peek")]
     draw_sheet(cards, out)
     damaged = sum(card.image is None for card in cards)
@@ -54,8 +54,8 @@ def peek(
     return 0
 
 
-def choose(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
-    """Return (shard, sample number) of random samples, in order; without `seed` of the first."""
+def choose_samples(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
+    """Return (shard, sample number) of random samples in order, or of the first without `seed`."""
     count = min(count, table.total)
     if seed is None:
         indices = np.arange(count)
@@ -82,19 +82,19 @@ class Card(NamedTuple):
     problem: str = ""
 
 
-def sample_card(index: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
-    """Return a sample's card; `boxes` adds its expressions' boxes, or else its objects'."""
+def sample_card(shards: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
+    """Return a sample's card, with `boxes` also the boxes of its expressions, else its objects."""
     texts: list[str] = []
-    title = f"{index.shards[shard].name}, sample {number}"
+    title = f"{shards.shards[shard].name}, sample {number}"
     try:
-        sample = index.read(shard, number)
-        title, texts = sample.key, captions_of(sample.annotation)
-        image = decode_image(sample.image, sample.where)
-        if sample.second_image is not None:
-            image = _concatenate(image, decode_image(sample.second_image, sample.where))
+        raw = shards.read(shard, number)
+        title, texts = raw.key, captions_of(raw.annotation)
+        image = decode_image(raw.image, raw.where)
+        if raw.second_image is not None:
+            image = _concatenate(image, decode_image(raw.second_image, raw.where))
     except BadSample as bad:
         return Card(title, None, (bad.where.rpartition("/")[2], *texts), problem=bad.kind)
-    annotation = sample.annotation
+    annotation = raw.annotation
     labelled_boxes = [(item.box, item.text) for item in annotation.expressions or ()] or [
         (box, f"box {index}") for index, box in enumerate(annotation.boxes or ())
     ]

@@ -13,36 +13,36 @@ from typing import IO, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from data_tools.builder.samples import Refused
+from data_tools.builder.samples import Fault
 from data_tools.originals import TOO_MUCH, display_path, max_unpacked_bytes
 from vlp.config import ConfigError
 from vlp.io import lines_of, parse_json
 
-Located = tuple[str, Any]  # location for messages, content
+LocatedRow = tuple[str, Any]  # location for messages, content
 
 
-class WrongFile:
+class LayoutCheck:
     """Check that a file is the right one: a ConfigError if all its rows, or the first 100, are bad.
 
-    Call `bad` for each bad row, set `good` at a good one, and call `end` after the last row.
+    Set `has_good_row` at a good row, call `add_bad_row` for a bad one, and `finish` after the last.
     """
 
-    MAX_BAD = 100
+    MAX_BAD_ROWS = 100
 
     def __init__(self) -> None:
-        self.good = False
+        self.has_good_row = False
         self._problems: list[str] = []
 
-    def bad(self, problem: str) -> None:
-        """Count a bad row."""
-        if not self.good:
+    def add_bad_row(self, problem: str) -> None:
+        """Count a bad row; ConfigError with the first problem if all of many rows are bad."""
+        if not self.has_good_row:
             self._problems.append(problem)
-            if len(self._problems) == self.MAX_BAD:
-                self.end()
+            if len(self._problems) == self.MAX_BAD_ROWS:
+                self.finish()
 
-    def end(self) -> None:
-        """Raise the first problem if there was no good row."""
-        if self._problems and not self.good:
+    def finish(self) -> None:
+        """Raise ConfigError with the first problem if there was no good row."""
+        if self._problems and not self.has_good_row:
             raise ConfigError(self._problems[0])
 
 
@@ -56,15 +56,15 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 # A split becomes a folder in OUT, so a stranger's file must not name `..` or a path.
 SplitName = Annotated[str, Field(pattern=r"^[^/\\.][^/\\]*$")]
-Faults = list[Refused]  # filled during reading; the manifest counts them
+Faults = list[Fault]  # filled during reading; the manifest counts them
 
 
 def is_utf8(text: str) -> bool:
     """Return whether the bytes of a text that was decoded with `surrogateescape` are UTF-8."""
-    return text.isascii() or not _ESCAPED.search(text)
+    return text.isascii() or not _INVALID_BYTE.search(text)
 
 
-_ESCAPED = re.compile("[\udc80-\udcff]")
+_INVALID_BYTE = re.compile("[\udc80-\udcff]")  # as `surrogateescape` decodes it
 _SURROGATE = re.compile(r"\\u[dD]")
 LONE_SURROGATE = "half a character, replaced (kept)"
 
@@ -72,9 +72,9 @@ LONE_SURROGATE = "half a character, replaced (kept)"
 def read_json(path: Path, faults: Faults) -> Any:
     """Return the content of a JSON file, gzipped or not.
 
-    Bad text does not make the file unreadable: a row with other bytes than UTF-8 is None, and lone
-    surrogates (`\\ud83d`) become U+FFFD, which is counted. Rows are the members of a list at the
-    top, or in an object at the top.
+    Bad text costs its row alone, a member of the list at the top, or of a list in the object at the
+    top: with other bytes than UTF-8 the row is None, and lone surrogates (`\\ud83d`) in it become
+    U+FFFD, which is counted.
     """
     try:
         with _open(path) as file:
@@ -113,7 +113,7 @@ def _check_row(row: Any, where: str, faults: Faults) -> Any:
     if not is_utf8(text):
         return None
     if "\ufffd" in text:
-        faults.append(Refused(LONE_SURROGATE, where))
+        faults.append(Fault(LONE_SURROGATE, where))
     return row
 
 
@@ -128,9 +128,9 @@ def _parse_row(source: str | bytes, where: str, faults: Faults) -> Any:
         return row
 
 
-def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
+def json_lines(path: Path, faults: Faults) -> Iterator[LocatedRow]:
     """Yield the objects of a JSON Lines file, gzipped or not; bad lines are counted."""
-    wrong = WrongFile()
+    check = LayoutCheck()
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
             continue
@@ -138,12 +138,12 @@ def json_lines(path: Path, faults: Faults) -> Iterator[Located]:
         try:
             row = _parse_row(line, where, faults)
         except ValueError as error:
-            wrong.bad(f"{where}: no JSON object on a line of its own ({error})")
-            faults.append(Refused("line that is not JSON", where))
+            check.add_bad_row(f"{where}: no JSON object on a line of its own ({error})")
+            faults.append(Fault("line that is not JSON", where))
             continue
-        wrong.good = True
+        check.has_good_row = True
         yield where, row
-    wrong.end()
+    check.finish()
 
 
 def line_count(paths: Iterable[Path]) -> int:
@@ -151,35 +151,37 @@ def line_count(paths: Iterable[Path]) -> int:
     return sum(1 for path in paths for _ in raw_lines(path))
 
 
-def json_list(path: Path, faults: Faults, key: str | None = None) -> Iterator[Located]:
+def json_rows(path: Path, faults: Faults, key: str | None = None) -> Iterator[LocatedRow]:
     """Return the rows of a JSON file: its list, or the list under a key of its object."""
-    return members(read_json(path, faults), path, key)
+    return list_rows(read_json(path, faults), path, key)
 
 
-def members(content: Any, path: Path, key: str | None = None) -> Iterator[Located]:
-    """Return the rows of the content that `read_json` returned, as `json_list` does."""
+def list_rows(content: Any, path: Path, key: str | None = None) -> Iterator[LocatedRow]:
+    """Return the rows of a file's parsed content, as `json_rows` does."""
     rows = content.get(key) if key is not None and isinstance(content, dict) else content
     if not isinstance(rows, list) or (key is not None and not isinstance(content, dict)):
-        place = "a list" if key is None else f'an object with a list "{key}"'
-        raise ConfigError(f"{display_path(path)}: this should be {place}; is it the right file?")
+        layout = "a list" if key is None else f'an object with a list "{key}"'
+        raise ConfigError(f"{display_path(path)}: this should be {layout}; is it the right file?")
     name = display_path(path) if key is None else f"{display_path(path)}, {key}"
     return ((f"{name}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def parse_rows(rows: Iterable[Located], layout: type[AnyRow], faults: Faults) -> Iterator[AnyRow]:
+def parse_rows(
+    rows: Iterable[LocatedRow], layout: type[AnyRow], faults: Faults
+) -> Iterator[AnyRow]:
     """Yield rows validated against a layout; rows of another layout are counted."""
-    wrong = WrongFile()
+    check = LayoutCheck()
     for where, content in rows:
         try:
             row = layout.model_validate(content)
         except ValidationError as error:
             problem = f"{where}: {first_problem(error)}"
-            wrong.bad(f"{problem}; is it the right file?")
-            faults.append(Refused("row of another layout", problem))
+            check.add_bad_row(f"{problem}; is it the right file?")
+            faults.append(Fault("row of another layout", problem))
             continue
-        wrong.good = True
+        check.has_good_row = True
         yield row
-    wrong.end()
+    check.finish()
 
 
 def parse_parts(
@@ -190,7 +192,7 @@ def parse_parts(
         try:
             yield layout.model_validate(part)
         except ValidationError as error:
-            faults.append(Refused("part of another layout", f"{where}: {first_problem(error)}"))
+            faults.append(Fault("part of another layout", f"{where}: {first_problem(error)}"))
 
 
 def first_problem(error: ValidationError) -> str:
@@ -259,8 +261,8 @@ _SEPARATORS = re.compile(r"[\s,]*")
 _AFTER_ROW = re.compile(r"\s*[,\]]")
 
 
-def streamed_list(path: Path, faults: Faults) -> Iterator[Located]:
-    """Yield the rows of a JSON file's list, as `json_list` does, with little memory."""
+def streamed_list(path: Path, faults: Faults) -> Iterator[LocatedRow]:
+    """Yield the rows of a JSON file's list, as `json_rows` does, with little memory."""
     decoder = json.JSONDecoder()
     try:
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:

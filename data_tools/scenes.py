@@ -138,37 +138,38 @@ def make_sample(
     part: str,
     seed: int,
     image_size: int,
-    job: int | Scene,
+    index_or_scene: int | Scene,
     variety: Variety = MAX_VARIETY,
     kinds: Sequence[SwapKind] | None = None,
 ) -> SceneFiles:
     """Generate a sample of a part from its index or scene; swaps and twins alternate `kinds`."""
-    if isinstance(job, Scene):
-        return _captioned_sample(job)
-    kinds, key = kinds or swap_kinds(variety), _key(part, seed, job)
+    if isinstance(index_or_scene, Scene):
+        return _captioned_sample(index_or_scene)
+    index = index_or_scene
+    kinds, key = kinds or swap_kinds(variety), _key(part, seed, index)
     if part in ("train", "unseen"):
         split: Split = "unseen" if part == "unseen" else "train"
-        return _captioned_sample(sample_scene(seed, job, split, image_size, variety=variety))
+        return _captioned_sample(sample_scene(seed, index, split, image_size, variety=variety))
     if part == "swaps":
-        kind = kinds[job % len(kinds)]
-        pair = sample_swap(seed, job, kind, "swaps", image_size, variety)
+        kind = kinds[index % len(kinds)]
+        pair = sample_swap(seed, index, kind, "swaps", image_size, variety)
         return SceneFiles(key, _png(pair.scene), swap_annotation(pair), _png(pair.twin))
     if part == "twins":
-        number, second = divmod(job, 2)
+        number, second = divmod(index, 2)
         kind = kinds[number % len(kinds)]
         pair = sample_swap(seed, number, kind, "train", image_size, variety)
         scene, caption = (pair.twin, pair.foil) if second else (pair.scene, pair.caption)
         return SceneFiles(key, _png(scene), annotation(scene, [caption]))
     content_split: Split = "val" if part.endswith("_val") else "train"
     if part in ("nlvr2", "nlvr2_val"):
-        statement = sample_statement(seed, job, content_split, image_size)
+        statement = sample_statement(seed, index, content_split, image_size)
         return SceneFiles(
             key, _png(statement.left), statement_annotation(statement), _png(statement.right)
         )
     if part in ("snli_ve", "snli_ve_val"):
-        triple = sample_triple(seed, job, content_split, image_size)
+        triple = sample_triple(seed, index, content_split, image_size)
         return SceneFiles(key, _png(triple.scene), snli_ve_annotation(triple))
-    box_statement = sample_box_statement(seed, job, content_split, part != "boxes_any")
+    box_statement = sample_box_statement(seed, index, content_split, part != "boxes_any")
     image = encode_png(render_boxes(box_statement.scene))
     return SceneFiles(key, image, statement_annotation(box_statement))
 

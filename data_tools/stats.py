@@ -1,4 +1,4 @@
-"""Statistics of shards; tallies of many shards add up in bounded memory."""
+"""Statistics of shards, tallied shard by shard and added up in bounded memory."""
 
 from __future__ import annotations
 
@@ -198,19 +198,19 @@ def tally_shard(shard: Shard, vocabulary: str | None, limit: int) -> ShardTally:
     names: list[str] = []
     words: set[str] = set()
     with ShardReader(shard.path) as reader:
-        for files in reader.samples:
+        for sample in reader.samples:
             tally.counts["samples"] += 1
             try:
-                sample = reader.read(files)
+                raw = reader.read(sample)
             except BadSample as bad:
                 tally.bad[bad.kind] += 1
                 continue
-            source, image_id = sample.annotation.source, sample.annotation.image_id
+            source, image_id = raw.annotation.source, raw.annotation.image_id
             if source and image_id:
                 names.append(f"{source}\0{image_id}")
             tally.sources[source or "(none)"] += 1
-            _count_captions(tally, captions_of(sample.annotation), words, count_tokens, limit)
-            _count_images(tally, sample)
+            _count_captions(tally, captions_of(raw.annotation), words, count_tokens, limit)
+            _count_images(tally, raw)
         if reader.problem:
             tally.bad["missing shard" if reader.missing else "corrupt shard"] += 1
         elif not reader.samples:
@@ -256,15 +256,15 @@ def _count_captions(
         tally.counts["captions that are too long"] += length > limit
 
 
-def _count_images(tally: Tally, sample: RawSample) -> None:
-    for data in (sample.image, sample.second_image):
+def _count_images(tally: Tally, raw: RawSample) -> None:
+    for data in (raw.image, raw.second_image):
         if data is None:
             continue
         tally.counts["images"] += 1
         tally.counts["bytes of images"] += len(data)
         tally.histograms["image size"][round_to_2_digits(len(data))] += 1
         try:
-            with decoder_errors(sample.key), open_image(data, sample.key) as image:
+            with decoder_errors(raw.key), open_image(data, raw.key) as image:
                 (width, height), image_format = image.size, image.format or "?"
         except BadSample as bad:
             tally.bad[bad.kind] += 1

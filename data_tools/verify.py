@@ -171,10 +171,10 @@ def check_shard(shard: Shard, quick: bool = False, with_sha256: bool = False) ->
         elif not reader.samples:
             damage.append(Damage("empty shard", str(shard)))
         check_sample = _check_headers if quick else _check_content
-        for files in reader.samples:
-            images += sum(name.removeprefix("1.") in IMAGES for name in files.files)
-            damage += [Damage(bad.kind, bad.where) for bad in check_sample(reader, files)]
-            captions.append(0 if quick else _count_captions(reader, files))
+        for sample in reader.samples:
+            images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
+            damage += [Damage(bad.kind, bad.where) for bad in check_sample(reader, sample)]
+            captions.append(0 if quick else _count_captions(reader, sample))
         locations, rows = _digests(sample_rows(reader.samples, captions))
         contents = ShardContents(len(reader.samples), shard.path.stat().st_size, locations)
         if not quick:
@@ -184,34 +184,34 @@ def check_shard(shard: Shard, quick: bool = False, with_sha256: bool = False) ->
         return Finding(damage, contents, images, hash_names(reader.keys))
 
 
-def _check_headers(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
-    if not any(name in IMAGES for name in files.files):
-        yield BadSample("missing image", shard.where(files))
-    for name, member in files.files.items():
+def _check_headers(shard: ShardReader, sample: SampleFiles) -> Iterator[BadSample]:
+    if not any(name in IMAGES for name in sample.files):
+        yield BadSample("missing image", shard.where(sample))
+    for name, member in sample.files.items():
         if name.removeprefix("1.") in IMAGES and member.size == 0:
-            yield BadSample("unreadable image", f"{shard.where(files)}.{name} (0 bytes)")
+            yield BadSample("unreadable image", f"{shard.where(sample)}.{name} (0 bytes)")
 
 
-def _check_content(shard: ShardReader, files: SampleFiles) -> Iterator[BadSample]:
+def _check_content(shard: ShardReader, sample: SampleFiles) -> Iterator[BadSample]:
     try:
-        # `check` finds repeated keys over all shards; here the files of one are like any others.
-        sample = shard.read(files._replace(repeated=False))
+        # `check` reports repeated keys, over all shards: here such a sample is read like any other.
+        raw = shard.read(sample._replace(repeated=False))
     except BadSample as bad:
         yield bad
         return
-    for data in (sample.image, sample.second_image):
+    for data in (raw.image, raw.second_image):
         if data is not None:
             try:
-                decode_image(data, sample.where)
-                _check_png_checksums(data, sample.where)
+                decode_image(data, raw.where)
+                _check_png_checksums(data, raw.where)
             except BadSample as bad:
                 yield bad
 
 
-def _count_captions(shard: ShardReader, files: SampleFiles) -> int:
-    """Count the captions of a sample as its index does: 0 for a bad one."""
+def _count_captions(shard: ShardReader, sample: SampleFiles) -> int:
+    """Count the captions of a sample as its index does: 0 for a bad sample."""
     try:
-        return len(captions_of(shard.annotation(files)))
+        return len(captions_of(shard.annotation(sample)))
     except BadSample:
         return 0
 

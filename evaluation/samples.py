@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.image.decode import decode_image
-from vlp.data.schema import Annotation, caption_numbers, captions_of
+from vlp.data.schema import Annotation, caption_indices, captions_of
 from vlp.data.shards.remote import is_url
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Items
@@ -103,7 +103,7 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
     annotation = sample.annotation
-    numbers = caption_numbers(annotation)
+    numbers = caption_indices(annotation)
     words = []
     for word in sample.annotation.words:
         if word.caption not in numbers:

@@ -28,7 +28,7 @@ from evaluation.work_sharding import (
     inference,
     set_scores,
 )
-from vlp.data.labelled_images import Labelled, open_labelled
+from vlp.data.labelled_images import LabelledImage, open_labelled
 from vlp.data.text.tokenizer import TextTokens
 from vlp.io import lines_of
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
@@ -117,7 +117,7 @@ class ConcatImages:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         """Read image `number` of the data set; raise BadSample to skip it."""
         source = bisect_right(self._ends, number)
         return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
@@ -184,7 +184,7 @@ def evaluate_zeroshot(
         with torch.no_grad(), inference(torch_device, options.precision):
             return model.encode_text(*tokens)
 
-    def score_block(examples: Sequence[tuple[Labelled, Tensor]]) -> list[dict[str, Any]]:
+    def score_block(examples: Sequence[tuple[LabelledImage, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([item for _, item in examples]).to(torch_device)
         with torch.no_grad(), inference(torch_device, options.precision):
             image = model.encode_image(pixels)
@@ -248,7 +248,7 @@ def _prompt_notes(prompts: Prompts, text: Callable[[Sequence[str]], TextTokens])
     return notes
 
 
-def _pixels(preprocess: Callable[[Any], Tensor], item: Labelled, number: int) -> Tensor:
+def _pixels(preprocess: Callable[[Any], Tensor], item: LabelledImage, number: int) -> Tensor:
     return preprocess(item.image)
 
 
@@ -274,7 +274,7 @@ def _log_odds(
 
 
 def _row(
-    item: Labelled, stages: dict[str, NDArray[np.floating]], prompts: Prompts
+    item: LabelledImage, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
     """Return a row with the prediction, and the rank of the right class by stage, from 1.
 

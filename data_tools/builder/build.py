@@ -19,7 +19,7 @@ import PIL
 from PIL import features
 from tqdm import tqdm
 
-from data_tools.builder.samples import Refused, SampleSpec, TakeDown
+from data_tools.builder.samples import Fault, SampleSpec, TakeDown
 from data_tools.builder.write_shard import (
     JOURNAL_NAME,
     BuildPlan,
@@ -39,12 +39,12 @@ from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex, index_folder
 from vlp.io import atomic_write, parse_json, sync_path, write_text
 from vlp.lock import FolderLock
 
-_REPLACED = ".replaced-*"
+_REPLACED_GLOB = ".replaced-*"
 BUILD_VERSION = 1  # raised whenever equal inputs give other shards
 
 
 def build_in_steps(
-    specs: Iterable[SampleSpec | Refused],
+    specs: Iterable[SampleSpec | Fault],
     originals: Originals,
     out: Path,
     options: BuildOptions,
@@ -72,7 +72,7 @@ def build_in_steps(
         with ExitStack() as stack:
             stack.enter_context(FolderLock(out))
             if options.replace:
-                _set_aside(out, build_settings)
+                _move_earlier_build(out, build_settings)
             journal = stack.enter_context(Journal(out, build_settings))
             # A killed run leaves unfinished shards, and so does an error of this run.
             _remove_unfinished(out)
@@ -101,7 +101,7 @@ def build_in_steps(
                 file.write("\n")
             # Delete the replaced shards only after a complete build that is not empty.
             if options.replace and manifest["samples"]:
-                for folder in out.glob(_REPLACED):
+                for folder in out.glob(_REPLACED_GLOB):
                     shutil.rmtree(folder)
     except OSError as error:
         raise ConfigError(
@@ -111,22 +111,22 @@ def build_in_steps(
     yield manifest
 
 
-def _set_aside(out: Path, build_settings: Mapping[str, Any]) -> None:
+def _move_earlier_build(out: Path, build_settings: Mapping[str, Any]) -> None:
     """Move an earlier build into `.replaced-NNN`, unless a run of the same settings has done so.
 
     Refuses tars that no build wrote, before anything is moved.
     """
-    marker, number = "replaced_by.json", len(list(out.glob(_REPLACED)))
+    marker, number = "replaced_by.json", len(list(out.glob(_REPLACED_GLOB)))
     has_build = number > 0 or (out / JOURNAL_NAME).exists()
     if number:
-        last = out / _REPLACED.replace("*", f"{number - 1:03d}")
+        last = out / _REPLACED_GLOB.replace("*", f"{number - 1:03d}")
         if not (last / marker).exists():
             number -= 1  # a run was killed while it moved files: continue in its folder
         elif parse_json((last / marker).read_bytes()) == build_settings:
             return
     require_build_shards(out, has_build)
     # The marker is written even without a build, so that the same command continues its own.
-    folder = out / _REPLACED.replace("*", f"{number:03d}")
+    folder = out / _REPLACED_GLOB.replace("*", f"{number:03d}")
     folder.mkdir(exist_ok=True)
     bookkeeping = [out / name for name in (JOURNAL_NAME, MANIFEST_NAME, INDEX_NAME)]
     for path in (*out.glob("*.tar"), *out.glob(TABLE_GLOB), *bookkeeping):
@@ -175,7 +175,7 @@ MANIFEST_NAME = "manifest.json"
 def make_manifest(plan: BuildPlan, title: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a finished build; an interrupted and resumed build gives the same."""
     records = [plan.journal.records[number] for number in range(plan.num_shards)]
-    failures = {kind: list(ids) for kind, ids in plan.refused.items()}
+    failures = {kind: list(ids) for kind, ids in plan.faults.items()}
     for record in records:
         for kind, ids in record.failures.items():
             failures.setdefault(kind, []).extend(ids)
@@ -221,7 +221,7 @@ def print_manifest(out: Path, manifest: Mapping[str, Any]) -> None:
 
 
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?0*(\d{1,12})")
-Specs = Iterable[SampleSpec | Refused]
+Specs = Iterable[SampleSpec | Fault]
 
 
 class CorpusPart(NamedTuple):
@@ -264,7 +264,7 @@ def benchmark_part(
     if first is None:
         detail = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
         raise ConfigError(f"{name or title}: no row can be used{detail}")
-    return CorpusPart(name, partial(_with_refusals, chain([first], specs), faults), total)
+    return CorpusPart(name, partial(_with_faults, chain([first], specs), faults), total)
 
 
 def make_corpus(
@@ -361,15 +361,15 @@ def image_identity(name: str, source: str, unique_stem: str | None = None) -> tu
     return source, stem
 
 
-def _with_refusals(
+def _with_faults(
     samples: Iterable[SampleSpec], faults: Faults, originals: Originals
-) -> Iterator[SampleSpec | Refused]:
-    """Yield samples, questions and expressions of missing images as Refused, and then `faults`."""
+) -> Iterator[SampleSpec | Fault]:
+    """Yield samples, a fault for each question or expression of a missing image, then `faults`."""
     for sample in samples:
         yield sample
         if None in map(originals.find, sample.images):
             for question in sample.annotation.questions or ():
-                yield Refused("question of a missing image", question.id)
+                yield Fault("question of a missing image", question.id)
             for expression in sample.annotation.expressions or ():
-                yield Refused("expression of a missing image", expression.id)
+                yield Fault("expression of a missing image", expression.id)
     yield from faults

@@ -26,7 +26,7 @@ class SampleSpec(NamedTuple):
     size: tuple[int, int] | None = None  # (width, height) that boxes refer to; None: the image's
 
 
-class Refused(NamedTuple):
+class Fault(NamedTuple):
     """An unusable part of the raw data; the manifest counts them by kind and lists their ids."""
 
     kind: str
@@ -81,8 +81,8 @@ def drop_reason(caption: str, max_words: int = MAX_WORDS) -> str | None:
 
 def clean_captions(
     texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
-) -> tuple[list[str], list[Refused]]:
-    """Return an image's cleaned captions, and a Refused with id `KEY/caption N` per dropped one."""
+) -> tuple[list[str], list[Fault]]:
+    """Return an image's cleaned captions, and a Fault with id `KEY/caption N` per dropped one."""
     captions, dropped = [], []
     for number, text in enumerate(texts):
         caption = clean_caption(text or "")
@@ -90,7 +90,7 @@ def clean_captions(
         if reason is None:
             captions.append(caption)
         else:
-            dropped.append(Refused(reason, f"{key}/caption {number}"))
+            dropped.append(Fault(reason, f"{key}/caption {number}"))
     return captions, dropped
 
 

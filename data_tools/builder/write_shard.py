@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from data_tools.builder.samples import Refused, SampleSpec, TakeDown, has_text
+from data_tools.builder.samples import Fault, SampleSpec, TakeDown, has_text
 from data_tools.executor import raise_if_stopped
 from data_tools.options import BuildOptions
 from data_tools.originals import ImageLocation, Originals
@@ -52,25 +52,25 @@ def prepare_image(data: bytes, where: str, max_side: int | None, quality: int) -
     with decoder_errors(where), open_image(data, where) as image:
         original, turn = image.size, orientation(image)
         turn = turn if turn in TURNS else 1
-        kind = _EXTENSIONS.get(image.format or "")
-        reduced = max_side is not None and max(image.size) > max_side
-        if kind is not None and turn == 1 and not reduced:
+        extension = _EXTENSIONS.get(image.format or "")
+        is_too_large = max_side is not None and max(image.size) > max_side
+        if extension is not None and turn == 1 and not is_too_large:
             # A draft at 1/8 of a JPEG's size still reads every byte, and is faster.
             image.draft("RGB", (image.width // 8 + 1, image.height // 8 + 1))
             image.load()
-            return StoredImage(data, kind, original, original)
+            return StoredImage(data, extension, original, original)
     upright = decode_image(data, where)
-    if max_side is not None and reduced:
+    if max_side is not None and is_too_large:
         scale = max_side / max(upright.size)
         size = max(1, round(upright.width * scale)), max(1, round(upright.height * scale))
         upright = upright.resize(size, Image.Resampling.LANCZOS)
     stream = BytesIO()
-    if kind == "png":
+    if extension == "png":
         upright.save(stream, "PNG")
     else:
-        kind = "jpg"
+        extension = "jpg"
         upright.save(stream, "JPEG", quality=quality)
-    return StoredImage(stream.getvalue(), kind, upright.size, original, turn)
+    return StoredImage(stream.getvalue(), extension, upright.size, original, turn)
 
 
 def fit_boxes(
@@ -79,39 +79,39 @@ def fit_boxes(
     """Turn, scale and clip the boxes of an annotation to the stored image.
 
     Boxes are [x, y, width, height] in pixels of `size`, by default of the upright original. Returns
-    the annotation, and the names of faulty boxes by kind (`vlp.data.boxes.OUTSIDE`, ...).
+    the annotation, and the names of faulty boxes by kind of fault (`vlp.data.boxes.OUTSIDE`, ...).
     """
     faults: dict[str, list[str]] = defaultdict(list)
     upright = image.original[::-1] if image.orientation > 4 else image.original
-    drawn_on = size if size is not None and min(size) > 0 else upright
-    turn = turn_of(drawn_on, upright, image.orientation)
-    is_unchanged = turn == 1 and drawn_on == upright == image.size
+    annotated_size = size if size is not None and min(size) > 0 else upright
+    turn = turn_of(annotated_size, upright, image.orientation)
+    is_unchanged = turn == 1 and annotated_size == upright == image.size
 
     def fit(box: Sequence[float]) -> tuple[str | None, list[float] | None]:
         if turn is None:
             return OTHER_SHAPE, None
-        kind, corners = clip_box(box, drawn_on)
+        kind, corners = clip_box(box, annotated_size)
         if corners is None:
             return kind, None
         x, y, width, height = box
         # Neither scaled nor rounded: the box keeps all its digits.
         if is_unchanged and corners == (x, y, x + width, y + height):
             return None, list(box)
-        left, top, right, bottom = shares(corners, drawn_on, turn)
+        left, top, right, bottom = shares(corners, annotated_size, turn)
         columns, rows = image.size
         scaled = (left * columns, top * rows, (right - left) * columns, (bottom - top) * rows)
         rounded = [round(value, 2) for value in scaled]
         return (kind, rounded) if min(rounded[2:]) > 0 else (OUTSIDE, None)
 
-    def fit_boxes_of(boxes: Iterable[Sequence[float]], names: Iterable[str]) -> list[list[float]]:
-        usable = []
+    def fit_all(boxes: Iterable[Sequence[float]], names: Iterable[str]) -> list[list[float]]:
+        new_boxes = []
         for box, name in zip(boxes, names):
-            kind, fitting = fit(box)
+            kind, new_box = fit(box)
             if kind is not None:
                 faults[kind].append(name)
-            if fitting is not None:
-                usable.append(fitting)
-        return usable
+            if new_box is not None:
+                new_boxes.append(new_box)
+        return new_boxes
 
     # Words and expressions without a box are dropped: they have nothing to point at.
     update: dict[str, Any] = {}
@@ -119,21 +119,21 @@ def fit_boxes(
         update["expressions"] = [
             expression.model_copy(update={"box": box})
             for expression in annotation.expressions
-            for box in fit_boxes_of([expression.box], [f"expression {expression.id}"])
+            for box in fit_all([expression.box], [f"expression {expression.id}"])
         ]
     if annotation.words is not None:
         update["words"] = [
             word.model_copy(update={"box": boxes[0], "others": boxes[1:] or None})
             for word in annotation.words
             if (
-                boxes := fit_boxes_of(
+                boxes := fit_all(
                     (word.box, *(word.others or ())), repeat(f"word {word.caption}.{word.index}")
                 )
             )
         ]
     for field in ("boxes", "proposals"):
         if (boxes := getattr(annotation, field)) is not None:
-            update[field] = fit_boxes_of(boxes, (f"{field} {number}" for number in count()))
+            update[field] = fit_all(boxes, (f"{field} {number}" for number in count()))
     return (annotation.model_copy(update=update) if update else annotation), faults
 
 
@@ -181,7 +181,7 @@ class ShardJob(NamedTuple):
     folder: Path
     items: Sequence[ShardItem]
     inputs: str  # sha256 of the items
-    removed: frozenset[str]  # keys of the take-down list
+    take_down_keys: frozenset[str]  # of its samples that the take-down list names
     options: BuildOptions
     previous: Record | None  # an earlier run's, with the same inputs
 
@@ -207,7 +207,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
             for item in job.items:
                 raise_if_stopped()
                 key = item.sample.key
-                if key in job.removed:
+                if key in job.take_down_keys:
                     continue
                 try:
                     num_captions = earlier.copy(key, file, failures)
@@ -228,7 +228,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
         number=job.number,
         wanted=len(job.items),
         inputs=job.inputs,
-        taken_down=sorted(job.removed),
+        taken_down=sorted(job.take_down_keys),
         samples=samples,
         captions=captions,
         bytes=path.stat().st_size if samples else 0,
@@ -409,7 +409,7 @@ class Journal:
         # A kill between `add` and the renaming left the previous file in place: drop the last line.
         if last is not None and previous is not None:
             path = self.folder / last.name
-            if not _fits(last, path) and _fits(previous, path):
+            if not _matches_file(last, path) and _matches_file(previous, path):
                 self.records[previous.number] = previous
                 size -= len(lines[-2]) + 1
         # Also drop a line that a kill cut off, which has no line break.
@@ -425,7 +425,7 @@ def _line(content: dict[str, Any]) -> bytes:
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _fits(record: Record, path: Path) -> bool:
+def _matches_file(record: Record, path: Path) -> bool:
     return sha256_of(path) == record.sha256 if path.is_file() else not record.samples
 
 
@@ -444,18 +444,18 @@ class BuildPlan:
         self.journal = journal
         self.options = options
         self.take_down = take_down
-        self.refused: dict[str, list[str]] = defaultdict(list)  # ids by kind
+        self.faults: dict[str, list[str]] = defaultdict(list)  # ids by kind
         self.num_shards = 0
         self.num_unchanged = 0  # samples of shards that need no writing
 
-    def jobs(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[ShardJob]:
+    def jobs(self, specs: Iterable[SampleSpec | Fault]) -> Iterator[ShardJob]:
         """Yield the shards to write, after checking the list against all existing shards."""
         # The check ends at the last existing shard; jobs before it wait in a file.
         folder = self.journal.folder
         names = (path.stem.removeprefix("shard-") for path in folder.glob("*.tar"))
         last = max(map(int, names), default=-1)
         with TemporaryFile(dir=folder) as queue:
-            for items in self._divide(self._usable(specs)):
+            for items in self._divide(self._usable_specs(specs)):
                 number, self.num_shards = self.num_shards, self.num_shards + 1
                 job = self._job(number, items)
                 if job is None:
@@ -472,17 +472,17 @@ class BuildPlan:
                 )
             yield from _drain(queue)
 
-    def _usable(self, specs: Iterable[SampleSpec | Refused]) -> Iterator[SampleSpec]:
+    def _usable_specs(self, specs: Iterable[SampleSpec | Fault]) -> Iterator[SampleSpec]:
         keys: set[str] = set()
         for item in specs:
-            if isinstance(item, Refused):
-                self.refused[item.kind].append(readable(item.id))
+            if isinstance(item, Fault):
+                self.faults[item.kind].append(readable(item.id))
             elif not item.key.isprintable() or not item.key or {*item.key} & {*"./ "}:
-                self.refused["bad key"].append(readable(item.key))
+                self.faults["bad key"].append(readable(item.key))
             elif item.key in keys:
-                self.refused["duplicate key"].append(item.key)
+                self.faults["duplicate key"].append(item.key)
             elif not has_text(item.annotation):
-                self.refused["no text"].append(item.key)
+                self.faults["no text"].append(item.key)
             else:
                 keys.add(item.key)
                 yield item
@@ -513,7 +513,7 @@ class BuildPlan:
         """Return the job that writes a shard, None if the existing shard is up to date."""
         inputs = _digest(items)
         samples = [item.sample for item in items]
-        removed = frozenset(
+        take_down_keys = frozenset(
             sample.key
             for sample in samples
             if self.take_down.matches(sample.key, sample.annotation)
@@ -528,9 +528,11 @@ class BuildPlan:
             if not path.is_file() or path.stat().st_size != record.bytes:
                 record = None
         retry = self.options.retry and record is not None and record.failures.keys() & RETRYABLE
-        if record is not None and set(record.taken_down) == removed and not retry:
+        if record is not None and set(record.taken_down) == take_down_keys and not retry:
             return None
-        return ShardJob(number, self.journal.folder, items, inputs, removed, self.options, record)
+        return ShardJob(
+            number, self.journal.folder, items, inputs, take_down_keys, self.options, record
+        )
 
     def _require_superset(self, number: int, items: list[ShardItem]) -> None:
         # Otherwise a shard would lose samples that a model may have been trained on.

@@ -11,7 +11,7 @@ from pydantic import Field
 from typer import Option
 
 from data_tools.builder.build import Target, convert_rows, image_identity, key_of
-from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.converters.questions import (
     PlainQuestion,
     count_answers,
@@ -29,7 +29,7 @@ from data_tools.converters.refcoco import (
 )
 from data_tools.converters.statements import LABELS, TRUTH
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import Faults, Row, json_list, parse_parts, parse_rows
+from data_tools.rows import Faults, Row, json_rows, parse_parts, parse_rows
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
@@ -132,7 +132,7 @@ def _retrieval_samples(paths: Sequence[Path], faults: Faults) -> Iterator[Sample
     # An image has several rows in a training list.
     captions: dict[str, list[str]] = {}
     for path in paths:
-        for row in parse_rows(json_list(path, faults), _RetrievalRow, faults):
+        for row in parse_rows(json_rows(path, faults), _RetrievalRow, faults):
             texts = [row.caption] if isinstance(row.caption, str) else row.caption
             captions.setdefault(row.image, []).extend(_parse_texts(texts, row.image, faults))
     for image, image_captions in captions.items():
@@ -144,16 +144,16 @@ def _vqa_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     questions: dict[str, list[PlainQuestion]] = {}
     question_ids: set[str] = set()
     for path in paths:
-        for number, row in enumerate(parse_rows(json_list(path, faults), _VqaRow, faults)):
+        for number, row in enumerate(parse_rows(json_rows(path, faults), _VqaRow, faults)):
             question_id = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
                 question_id = f"vg-{question_id}"  # VQA may have the same number
             if question_id in question_ids:
-                faults.append(Refused("question id given twice", question_id))
+                faults.append(Fault("question id given twice", question_id))
                 continue
             question_ids.add(question_id)
             if not row.question.strip():
-                faults.append(Refused("empty question", question_id))
+                faults.append(Fault("empty question", question_id))
                 continue
             questions.setdefault(row.image, []).append(_question(question_id, row, faults))
     for image, image_questions in questions.items():
@@ -197,14 +197,14 @@ def _refcoco_samples(
     numbered_rows = enumerate(
         (path, row)
         for path in paths
-        for row in parse_rows(json_list(path, faults), _RefcocoRow, faults)
+        for row in parse_rows(json_rows(path, faults), _RefcocoRow, faults)
     )
     for number, (path, row) in numbered_rows:
         reference_box = boxes.get(row.ref_id)
         box = row.bbox if reference_box is None else reference_box.box
         if box is None:
             kind = "expression without a box (give --refs and --instances)"
-            faults.append(Refused(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+            faults.append(Fault(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
             continue
         if reference_box is not None:
             sizes[row.image] = reference_box.size
@@ -215,7 +215,7 @@ def _refcoco_samples(
         if proposals is not None:
             content["proposals"] = proposals.get(_identity(image)[1])
             if not content["proposals"]:
-                faults.append(Refused("image without proposals (kept)", image))
+                faults.append(Fault("image without proposals (kept)", image))
         yield _image_sample(image, content)._replace(size=sizes.get(image))
 
 
@@ -232,11 +232,11 @@ def _labelled_rows(
 ) -> Iterator[tuple[str, int, Labelled]]:
     """Yield (key, number in the list from 0, row) of rows with a valid label."""
     for path in paths:
-        for number, row in enumerate(parse_rows(json_list(path, faults), layout, faults)):
+        for number, row in enumerate(parse_rows(json_rows(path, faults), layout, faults)):
             if is_valid(row.label):
                 yield key_of(f"{path.stem}-{number}"), number, row
             else:
-                faults.append(Refused("unknown label", f"{path}, row {number} ({row.label})"))
+                faults.append(Fault("unknown label", f"{path}, row {number} ({row.label})"))
 
 
 def _parse_texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typer import Option
 
 from data_tools.builder.build import CorpusPart, Target, check_splits, make_corpus, stems_of
 from data_tools.builder.samples import (
-    Refused,
+    Fault,
     SampleSpec,
     clean_caption,
     clean_captions,
@@ -23,11 +23,11 @@ from data_tools.converters.category_words import CategoryWords
 from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, Out, Splits
 from data_tools.rows import (
     Faults,
+    LayoutCheck,
     Row,
     SplitName,
-    WrongFile,
     is_utf8,
-    members,
+    list_rows,
     parse_rows,
     read_json,
     streamed_list,
@@ -257,7 +257,7 @@ def _raw_caption(sentence: Any) -> str | None:
 def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
     """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
     content = read_json(path, faults)
-    images = list(parse_rows(members(content, path, "images"), _KarpathyImage, faults))
+    images = list(parse_rows(list_rows(content, path, "images"), _KarpathyImage, faults))
     names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in images]
     stems = stems_of(names)
     return [
@@ -276,18 +276,18 @@ def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
 def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry]:
     """Read `IMAGE.jpg#NUMBER<TAB>CAPTION` lines; `lists` name the images of each split."""
     captions: dict[str, list[str | None]] = {}
-    wrong = WrongFile()
+    check = LayoutCheck()
     for number, line in enumerate(text_lines(path), 1):
         name, tab, caption = line.partition("\t")
         image, mark, _ = name.partition("#")
         if tab and mark and is_utf8(line):
             captions.setdefault(image, []).append(caption)
-            wrong.good = True
+            check.has_good_row = True
         else:
             where = f"{path}, line {number}"
-            wrong.bad(f"{where}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
-            faults.append(Refused("line of another layout", where))
-    wrong.end()
+            check.add_bad_row(f"{where}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
+            faults.append(Fault("line of another layout", where))
+    check.finish()
     splits = (
         dict.fromkeys(captions, "all") if not lists else _listed_splits(lists, captions, faults)
     )
@@ -308,7 +308,7 @@ def _listed_splits(lists: Sequence[Path], images: Iterable[str], faults: Faults)
         for line in text_lines(file):
             image = names.find(line.strip())
             if image is None:
-                faults.append(Refused("listed image without captions", f"{file}: {line.strip()}"))
+                faults.append(Fault("listed image without captions", f"{file}: {line.strip()}"))
             elif splits.setdefault(image, file.stem) != file.stem:
                 raise ConfigError(f"{file}: {image} is in the list {splits[image]}, too")
     return splits
@@ -334,7 +334,7 @@ def key_of_image(stem: str) -> str:
     return "_".join(re.sub(r"[./\\]", "_", stem.strip("/")).split())
 
 
-def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Refused]:
+def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Fault]:
     for entry in entries:
         key = entry.key
         captions, dropped = clean_captions(entry.captions, key, max_words)
@@ -352,23 +352,23 @@ def _official_part(
     faults: Faults,
 ) -> CorpusPart:
     captions: dict[int, list[str | None]] = {}
-    for row in parse_rows(members(content, path, "annotations"), _Caption, faults):
+    for row in parse_rows(list_rows(content, path, "annotations"), _Caption, faults):
         captions.setdefault(row.image_id, []).append(row.caption)
-    images = list(parse_rows(members(content, path, "images"), _CocoImage, faults))
+    images = list(parse_rows(list_rows(content, path, "images"), _CocoImage, faults))
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
     # If several files have one id, its captions may belong to any of them.
     ambiguous_ids = {image.id for image in images if names[image.id] != image.file_name}
 
-    def samples() -> Iterator[SampleSpec | Refused]:
+    def samples() -> Iterator[SampleSpec | Fault]:
         for image in images:
             key = key_of_image(stems[image.file_name])
             if image.id in ambiguous_ids:
-                yield Refused("image id of several files", f"{image.id} ({image.file_name})")
+                yield Fault("image id of several files", f"{image.id} ({image.file_name})")
                 continue
             objects = category_words
             if objects is not None and objects.is_other_file(image.id, image.file_name):
-                yield Refused("instances of another image of this id (kept)", f"{image.id}")
+                yield Fault("instances of another image of this id (kept)", f"{image.id}")
                 objects = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
@@ -387,7 +387,7 @@ def _official_part(
             size = None if objects is None else objects.size(image.id)
             yield SampleSpec(key, (image.file_name,), annotation, size)
         for number in captions.keys() - {image.id for image in images}:
-            yield Refused("captions of an unknown image", str(number))
+            yield Fault("captions of an unknown image", str(number))
         yield from faults
 
     return CorpusPart(name, samples(), len(images))
@@ -402,12 +402,12 @@ class _GenomeFilters(NamedTuple):
 
 def _genome_samples(
     path: Path, image_data: dict[int, _GenomeData], faults: Faults, filters: _GenomeFilters
-) -> Iterator[SampleSpec | Refused]:
+) -> Iterator[SampleSpec | Fault]:
     for image in parse_rows(streamed_list(path, faults), _GenomeImage, faults):
         key = f"vg-{image.id}"
         data = image_data.get(image.id)
         if data is not None and str(data.coco_id) in filters.excluded:
-            yield Refused("image of an evaluation set", key)
+            yield Fault("image of an evaluation set", key)
             continue
         captions: list[str] = []
         expressions: list[Expression] = []
@@ -417,7 +417,7 @@ def _genome_samples(
             except ValidationError:
                 region_id = content.get("region_id") if isinstance(content, dict) else None
                 label = "without an id" if region_id is None else region_id
-                yield Refused("region of another layout", f"{key}/region {label}")
+                yield Fault("region of another layout", f"{key}/region {label}")
                 continue
             phrase = clean_caption(region.phrase)
             reason = drop_reason(phrase, filters.max_words)
@@ -427,14 +427,14 @@ def _genome_samples(
             if reason is None and min_pixels and region.width * region.height < min_pixels:
                 reason = "region smaller than --min-area"
             if reason is not None:
-                yield Refused(reason, f"{key}/region {region.region_id}")
+                yield Fault(reason, f"{key}/region {region.region_id}")
                 continue
             captions.append(phrase)
             box = [region.x, region.y, region.width, region.height]
             try:
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
             except ValidationError:  # of a negative side
-                yield Refused(OUTSIDE, f"{key}/expression {region.region_id}")
+                yield Fault(OUTSIDE, f"{key}/expression {region.region_id}")
         # COCO's identity lets `overlap` find the image in evaluation sets of COCO.
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(

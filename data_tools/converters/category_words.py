@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import normalizers, pre_tokenizers
 
-from data_tools.rows import Faults, Row, members, parse_rows, read_json
+from data_tools.rows import Faults, Row, list_rows, parse_rows, read_json
 from vlp.config import ConfigError
 from vlp.data.file_names import ends_alike
 from vlp.data.schema import Box, Word
@@ -141,7 +141,7 @@ class CategoryWords:
     def _read(self, path: Path, faults: Faults) -> None:
         content = read_json(path, faults)
         names = {}  # of categories by id
-        for category in parse_rows(members(content, path, "categories"), _Category, faults):
+        for category in parse_rows(list_rows(content, path, "categories"), _Category, faults):
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
                 *first, last = _words(name.replace("_", " "))  # LVIS has `aerosol_can`
@@ -149,14 +149,14 @@ class CategoryWords:
                 self._plurals.update(plurals)
                 for form in (last, *plurals):
                     self._names[*first, form] = category.name
-        for image in parse_rows(members(content, path, "images"), _WordsImage, faults):
+        for image in parse_rows(list_rows(content, path, "images"), _WordsImage, faults):
             if self._files.setdefault(image.id, image.file_name) != image.file_name:
                 raise ConfigError(
                     f"{path}: image id {image.id} is another image's in another file; convert "
                     "each split by itself"
                 )
             self._sizes[image.id] = image.width, image.height
-        for instance in parse_rows(members(content, path, "annotations"), _Object, faults):
+        for instance in parse_rows(list_rows(content, path, "annotations"), _Object, faults):
             name = names.get(instance.category_id, str(instance.category_id))
             boxes = self._crowds if instance.iscrowd else self._objects
             boxes[instance.image_id].append((name, instance.bbox))

@@ -12,13 +12,13 @@ from pydantic import AliasChoices, Field
 from typer import Option
 
 from data_tools.builder.build import Target, convert_rows, image_identity, key_of
-from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out
 from data_tools.rows import (
     Faults,
     Row,
-    json_list,
-    members,
+    json_rows,
+    list_rows,
     parse_parts,
     parse_rows,
     read_json,
@@ -184,9 +184,9 @@ def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
     """Return answers by question id; the first annotation of a question counts."""
     annotations: dict[str, AnswerSet] = {}
     for path in paths:
-        for row in parse_rows(json_list(path, faults, "annotations"), _AnnotationRow, faults):
+        for row in parse_rows(json_rows(path, faults, "annotations"), _AnnotationRow, faults):
             if row.question_id in annotations:
-                faults.append(Refused("question annotated twice", row.question_id))
+                faults.append(Fault("question annotated twice", row.question_id))
             else:
                 where = f"question {row.question_id}"
                 answers = parse_parts(row.answers, _AnswerRow, where, faults)
@@ -207,7 +207,7 @@ def vqa_images(
     question_ids: set[str] = set()
     for path in paths:
         content = read_json(path, faults)
-        rows = parse_rows(members(content, path, "questions"), _QuestionRow, faults)
+        rows = parse_rows(list_rows(content, path, "questions"), _QuestionRow, faults)
         data_subtype = content.get("data_subtype", subset)
         if data_subtype is None:
             raise ConfigError(f"{path}: has no header with data_subtype; give --subset train2014")
@@ -215,11 +215,11 @@ def vqa_images(
         data_subtype = str(data_subtype).replace("test-dev", "test")
         for row in rows:
             if row.question_id in question_ids:
-                faults.append(Refused("question id given twice", row.question_id))
+                faults.append(Fault("question id given twice", row.question_id))
                 continue
             question_ids.add(row.question_id)
             if not row.question.strip():
-                faults.append(Refused("empty question", row.question_id))
+                faults.append(Fault("empty question", row.question_id))
                 continue
             name = f"COCO_{data_subtype}_{row.image_id:012d}.jpg"
             if name not in images:
@@ -227,7 +227,7 @@ def vqa_images(
                 images[name] = ImageQuestions(name, source, image_id, [])
             images[name].questions.append(_question(row, answers, faults))
     for question_id in sorted(answers.keys() - question_ids):
-        faults.append(Refused("annotation without question", question_id))
+        faults.append(Fault("annotation without question", question_id))
     return list(images.values())
 
 
@@ -244,12 +244,12 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
         where = f"Visual Genome image {image.id}"
         for row in parse_parts(image.qas, _GenomeQuestion, where, faults):
             if row.qa_id in question_ids:
-                faults.append(Refused("question id given twice", f"Visual Genome {row.qa_id}"))
+                faults.append(Fault("question id given twice", f"Visual Genome {row.qa_id}"))
                 continue
             question_ids.add(row.qa_id)
             answer = normalise_answer(row.answer)
             if not answer or not row.question.strip():
-                faults.append(Refused("question without answers", f"Visual Genome {row.qa_id}"))
+                faults.append(Fault("question without answers", f"Visual Genome {row.qa_id}"))
                 continue
             # VQA may have the same number, and a shard questions of both.
             questions.append(single_answer(f"vg-{row.qa_id}", row.question, answer))
@@ -264,10 +264,10 @@ def _question(row: _QuestionRow, answers: Mapping[str, AnswerSet], faults: Fault
     answer_set = answers.get(row.question_id)
     if answer_set is not None and answer_set.image_id not in (None, row.image_id):
         detail = f"{row.question_id} (asked of {row.image_id}, answered of {answer_set.image_id})"
-        faults.append(Refused("annotation of another image", detail))
+        faults.append(Fault("annotation of another image", detail))
         answer_set = None
     if answers and (answer_set is None or not answer_set.answers):
-        faults.append(Refused("question without answers (kept)", row.question_id))
+        faults.append(Fault("question without answers (kept)", row.question_id))
     if answer_set is None:
         return PlainQuestion(row.question_id, row.question)
     return PlainQuestion(row.question_id, row.question, *answer_set[1:])
@@ -280,12 +280,12 @@ def _intern(text: str | None) -> str | None:
 def easy_images(path: Path, split: str, faults: Faults) -> list[ImageQuestions]:
     """Return the images of easy-VQA's question file, in the order of their first question."""
     images: dict[int, ImageQuestions] = {}
-    for number, (where, row) in enumerate(json_list(path, faults)):
+    for number, (where, row) in enumerate(json_rows(path, faults)):
         if not _is_easy_question(row):
             problem = f"{where}: not [question, answer, image's number]"
             if not images:
                 raise ConfigError(f"{problem}; is it the right file?")
-            faults.append(Refused("row of another layout", problem))
+            faults.append(Fault("row of another layout", problem))
             continue
         question, answer, image = row
         if image not in images:

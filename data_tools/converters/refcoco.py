@@ -18,15 +18,15 @@ from data_tools.builder.build import (
     make_corpus,
     stems_of,
 )
-from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.options import BuildOptions, File, Images, Out, Splits
 from data_tools.rows import (
     Faults,
-    Located,
+    LocatedRow,
     Row,
     SplitName,
-    json_list,
-    members,
+    json_rows,
+    list_rows,
     parse_parts,
     parse_rows,
     read_json,
@@ -156,8 +156,8 @@ def refcoco(
 def read_references(refs: Path, instances: Path, faults: Faults) -> References:
     """Read the official pickle and its instances.json."""
     content = read_json(instances, faults)
-    images = parse_rows(members(content, instances, "images"), Image, faults)
-    objects = parse_rows(members(content, instances, "annotations"), _Instance, faults)
+    images = parse_rows(list_rows(content, instances, "images"), Image, faults)
+    objects = parse_rows(list_rows(content, instances, "annotations"), _Instance, faults)
     return References(
         list(parse_rows(read_refs(refs), _Reference, faults)),
         {image.id: image for image in images},
@@ -189,11 +189,11 @@ def split_images(
         instance = data.instances.get(reference.ann_id)
         detail = f"ref {reference.ref_id}"
         if reference.image_id not in data.images:
-            faults.append(Refused("image not in instances.json", detail))
+            faults.append(Fault("image not in instances.json", detail))
         elif instance is None:
-            faults.append(Refused("object not in instances.json", detail))
+            faults.append(Fault("object not in instances.json", detail))
         elif instance.image_id != reference.image_id:
-            faults.append(Refused("object of another image", detail))
+            faults.append(Fault("object of another image", detail))
         else:
             expressions[reference.image_id] += _expressions(reference, instance, sent_ids, faults)
     for number, items in expressions.items():
@@ -203,7 +203,7 @@ def split_images(
         source, image_id = image_identity(image.file_name, "coco", stems[image.file_name])
         boxes = None if proposals is None else proposals.get(str(number))
         if proposals is not None and not boxes:
-            faults.append(Refused("image without proposals (kept)", image.file_name))
+            faults.append(Fault("image without proposals (kept)", image.file_name))
         annotation = Annotation(
             source=source, image_id=image_id, expressions=items, proposals=boxes
         )
@@ -215,15 +215,15 @@ def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """Yield a sample per image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parse_rows(json_list(path, faults), _ScoredDetection, faults)):
+    for number, row in enumerate(parse_rows(json_rows(path, faults), _ScoredDetection, faults)):
         if not row.pred_boxes_img_id:
-            faults.append(Refused("expression without an image", str(number)))
+            faults.append(Fault("expression without an image", str(number)))
             continue
         stem = row.pred_boxes_img_id[0].rpartition("_")[0]
         parts = ({"box": box} for box in row.pred_boxes)
         boxes = [part.box for part in parse_parts(parts, _Proposal, f"row {number}", faults)]
         if proposals.setdefault(stem, boxes) != boxes:
-            faults.append(Refused("other proposals for the same image (the first kept)", stem))
+            faults.append(Fault("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
     for stem, items in expressions.items():
         source, image_id = image_identity(f"{stem}.jpg", "coco")
@@ -273,9 +273,9 @@ def _expressions(
     for sentence in parse_parts(reference.sentences, _Sentence, where, faults):
         detail = f"{sentence.sent_id} of ref {reference.ref_id}"
         if sentence.sent_id in sent_ids:
-            faults.append(Refused("sent_id given twice", detail))
+            faults.append(Fault("sent_id given twice", detail))
         elif not sentence.sent.strip():
-            faults.append(Refused("empty expression", detail))
+            faults.append(Fault("empty expression", detail))
         else:
             yield Expression(
                 id=sentence.sent_id,
@@ -308,7 +308,7 @@ class _PlainUnpickler(pickle.Unpickler):
             ) from None
 
 
-def read_refs(path: Path) -> Iterator[Located]:
+def read_refs(path: Path) -> Iterator[LocatedRow]:
     """Return the rows of a pickled list, of Python 2 or 3, with their locations."""
     try:
         with open(path, "rb") as file:

@@ -19,7 +19,7 @@ from data_tools.builder.build import (
     key_of,
     make_corpus,
 )
-from data_tools.builder.samples import Refused, SampleSpec
+from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.options import BuildOptions, File, Images, N, Out
 from data_tools.originals import ImageLocation, Originals
 from data_tools.rows import Faults, Row, json_lines, line_count, parse_rows
@@ -184,11 +184,11 @@ def _nlvr_rows(paths: Sequence[Path], faults: Faults) -> Iterator[_NlvrRow]:
         for example in parse_rows(json_lines(path, faults), _NlvrRow, faults):
             identifier = example.identifier
             if identifier in identifiers:
-                faults.append(Refused("identifier given twice", identifier))
+                faults.append(Fault("identifier given twice", identifier))
             elif example.label is not None and example.label.lower() not in TRUTH:
-                faults.append(Refused("unknown label", f"{identifier} ({example.label})"))
+                faults.append(Fault("unknown label", f"{identifier} ({example.label})"))
             elif not example.sentence.strip():
-                faults.append(Refused("no statement", identifier))
+                faults.append(Fault("no statement", identifier))
             else:
                 yield example
             identifiers.add(identifier)
@@ -207,7 +207,7 @@ def _nlvr2_samples(paths: Sequence[Path], extension: str, faults: Faults) -> Ite
     for example in _nlvr_rows(paths, faults):
         pair, _, number = example.identifier.rpartition("-")
         if not pair or not number.isdigit():
-            faults.append(Refused("identifier is not split-set-pair-sentence", example.identifier))
+            faults.append(Fault("identifier is not split-set-pair-sentence", example.identifier))
             continue
         annotation = Annotation(
             source="nlvr2",
@@ -241,13 +241,13 @@ def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSp
     for path in paths:
         for pair in parse_rows(json_lines(path, faults), _SnliVeRow, faults):
             if pair.pairID in pair_ids:
-                faults.append(Refused("pairID given twice", pair.pairID))
+                faults.append(Fault("pairID given twice", pair.pairID))
             elif pair.gold_label == NO_CONSENSUS:
-                faults.append(Refused("no gold label", pair.pairID))
+                faults.append(Fault("no gold label", pair.pairID))
             elif pair.gold_label not in LABELS:
-                faults.append(Refused("unknown label", f"{pair.pairID} ({pair.gold_label})"))
+                faults.append(Fault("unknown label", f"{pair.pairID} ({pair.gold_label})"))
             elif not pair.sentence2.strip():
-                faults.append(Refused("no hypothesis", pair.pairID))
+                faults.append(Fault("no hypothesis", pair.pairID))
             else:
                 annotation = Annotation(
                     source="flickr30k",

@@ -23,11 +23,19 @@ from tqdm import tqdm
 from typer import Option
 
 from data_tools.builder.build import CorpusPart, Target, make_corpus
-from data_tools.builder.samples import Refused, SampleSpec, TakeDown, clean_caption, drop_reason
+from data_tools.builder.samples import Fault, SampleSpec, TakeDown, clean_caption, drop_reason
 from data_tools.executor import Executor
 from data_tools.options import MAX_WORDS, BuildOptions, File, MaxWords, Out
 from data_tools.originals import ImageLocation, Originals
-from data_tools.rows import Faults, Row, WrongFile, first_problem, line_count, raw_lines, read_json
+from data_tools.rows import (
+    Faults,
+    LayoutCheck,
+    Row,
+    first_problem,
+    line_count,
+    raw_lines,
+    read_json,
+)
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
 from vlp.data import file_names
@@ -135,17 +143,17 @@ def sbu(web: WebOptions, out: Out, build: BuildOptions) -> int:
     return _convert("sbu", read_sbu(web.annotations), web, out, build, "SBU captions", licence)
 
 
-def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
+def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Fault]:
     """Yield the rows of `caption<TAB>url` or `url<TAB>caption` lines, perhaps below a header."""
     layout = "caption<TAB>url" if caption_first else "url<TAB>caption"
-    wrong, header_lines = WrongFile(), 0
+    check, header_lines = LayoutCheck(), 0
     for number, line in enumerate(raw_lines(path)):
         where = f"line {number + 1}"
         try:
             text = line.decode("utf-8-sig")
         except UnicodeDecodeError:
-            wrong.bad(f"{path}, {where}: not UTF-8")
-            yield Refused("line that is not UTF-8", where)
+            check.add_bad_row(f"{path}, {where}: not UTF-8")
+            yield Fault("line that is not UTF-8", where)
             continue
         parts = text.rstrip("\r\n").split("\t")
         column_names = [part.strip().lower() for part in parts]
@@ -155,15 +163,15 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Refused]:
         if not caption_first:
             parts.reverse()
         if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
-            wrong.good = True
+            check.has_good_row = True
             yield WebRow(number - header_lines, parts[0], parts[1].strip())
         else:
-            wrong.bad(f"{path}, {where}: this should be {layout}")
-            yield Refused("line of another layout", where)
-    wrong.end()
+            check.add_bad_row(f"{path}, {where}: this should be {layout}")
+            yield Fault("line of another layout", where)
+    check.finish()
 
 
-def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
+def read_sbu(path: Path) -> Iterator[WebRow | Fault]:
     """Yield the rows of SBU's JSON, with the photographer's `user_id` for attribution."""
     faults: Faults = []
     try:
@@ -184,10 +192,10 @@ def read_sbu(path: Path) -> Iterator[WebRow | Refused]:
         try:
             row = _SbuRow(url=url, caption=caption, user_id=user)
         except ValidationError as error:
-            yield Refused("row of another layout", f"{where}: {first_problem(error)}")
+            yield Fault("row of another layout", f"{where}: {first_problem(error)}")
             continue
         if _split(row.url).scheme not in ("http", "https"):
-            yield Refused("row of another layout", f"{where}: no URL")
+            yield Fault("row of another layout", f"{where}: no URL")
         else:
             extra = {} if row.user_id is None else {"user_id": row.user_id}
             yield WebRow(number, row.caption or "", row.url, extra)
@@ -272,7 +280,7 @@ def _hash_url(url: str) -> np.uint64:
 
 def _convert(
     source: str,
-    rows: Iterator[WebRow | Refused],
+    rows: Iterator[WebRow | Fault],
     web: WebOptions,
     out: Path,
     build: BuildOptions,
@@ -280,8 +288,8 @@ def _convert(
     licence: str,
 ) -> int:
     # Read up to the first good row now, so that a wrong file fails before downloads are indexed.
-    first: list[WebRow | Refused] = []
-    while not first or isinstance(first[-1], Refused):
+    first: list[WebRow | Fault] = []
+    while not first or isinstance(first[-1], Fault):
         if (item := next(rows, None)) is None:
             raise ConfigError(f"{web.annotations}: holds no rows that can be used")
         first.append(item)
@@ -290,7 +298,7 @@ def _convert(
     if rule is not None:
         _file_name(rule, WebRow(0, "", "http://x.org/a.jpg"))  # raises for a wrong rule
 
-    def samples(images: Originals) -> Iterator[SampleSpec | Refused]:
+    def samples(images: Originals) -> Iterator[SampleSpec | Fault]:
         for item in rows:
             yield _sample(item, source, rule, images, web.max_words)
 
@@ -307,15 +315,15 @@ def _convert(
 
 
 def _sample(
-    item: WebRow | Refused, source: str, rule: str | None, images: Originals, max_words: int
-) -> SampleSpec | Refused:
-    if isinstance(item, Refused):
+    item: WebRow | Fault, source: str, rule: str | None, images: Originals, max_words: int
+) -> SampleSpec | Fault:
+    if isinstance(item, Fault):
         return item
     key = f"{source}-{item.row:08d}"
     caption = clean_caption(item.caption)
     reason = drop_reason(caption, max_words)
     if reason is not None:
-        return Refused(reason, key)
+        return Fault(reason, key)
     name = item.url
     if rule is not None:
         stem = _file_name(rule, item)
@@ -352,7 +360,7 @@ def _file_name(rule: str, item: WebRow) -> str:
         ) from error
 
 
-def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down: TakeDown) -> int:
+def _write_urls(samples: Iterator[SampleSpec | Fault], folder: Path, take_down: TakeDown) -> int:
     out = folder / URLS_NAME
     counts: dict[str, int] = {}
     written = 0
@@ -361,7 +369,7 @@ def _write_urls(samples: Iterator[SampleSpec | Refused], folder: Path, take_down
         lines = csv.writer(file, delimiter="\t", lineterminator="\n")
         lines.writerow(("url", "caption"))
         for sample in tqdm(samples, unit=" lines", desc=str(out)):
-            if isinstance(sample, Refused):
+            if isinstance(sample, Fault):
                 counts[sample.kind] = counts.get(sample.kind, 0) + 1
             elif take_down.matches(sample.key, sample.annotation):
                 counts["taken down"] = counts.get("taken down", 0) + 1

@@ -44,15 +44,15 @@ class Splitting(NamedTuple):
     num_unsplit: int  # samples for which it has none
 
 
-_Located = tuple[str, ImageLocation | None]
+_ImageJob = tuple[str, ImageLocation | None]  # path, location
 
 
-def merge_rows(images: Iterable[UserImage]) -> list[UserImage]:
+def merge_rows(rows: Iterable[UserImage]) -> list[UserImage]:
     """Return each image once, with the captions of all its rows, each caption once."""
     by_path: dict[str, UserImage] = {}
-    for image in images:
-        previous = by_path.get(image.image)
-        by_path[image.image] = image if previous is None else _merge(previous, image)
+    for row in rows:
+        image = by_path.get(row.path)
+        by_path[row.path] = row if image is None else _merge(image, row)
     return list(by_path.values())
 
 
@@ -70,22 +70,23 @@ def split_images(
     `earlier` has the splits of an earlier run by path; `exact` ignores near-duplicates.
     """
     records = _hash_images(images, tree, executor)
-    index_by_digest: dict[int, int] = {}
+    index_by_digest: dict[int, int] = {}  # in `unique`
     unique: list[UserImage] = []
-    positions: list[int] = []
-    for position, image in enumerate(images):
-        index = index_by_digest.setdefault(int(records["bytes"][position]), len(unique))
+    for image, digest in zip(images, records["bytes"].tolist()):
+        index = index_by_digest.setdefault(digest, len(unique))
         if index < len(unique):
             unique[index] = _merge(unique[index], image)
         else:
             unique.append(image)
-            positions.append(position)
-    records = records[positions]
+    # The first record of each digest, in the order of the images.
+    records = records[np.sort(np.unique(records["bytes"], return_index=True)[1])]
     groups = np.arange(len(records)) if exact else near_duplicate_groups(records)
     splits_of_data = data_splits([image.split for image in unique], has_split_column)
-    previous = [earlier.get(image.image) for image in unique]
+    earlier_splits = [earlier.get(image.path) for image in unique]
     is_readable = records["state"] != UNREADABLE
-    splits = assign_splits(groups, records["bytes"], splits_of_data, shares, previous, is_readable)
+    splits = assign_splits(
+        groups, records["bytes"], splits_of_data, shares, earlier_splits, is_readable
+    )
     digests = [
         int(digest).to_bytes(8, "little").hex() if readable else ""
         for digest, readable in zip(records["bytes"], is_readable)
@@ -124,51 +125,57 @@ def assign_splits(
     digests: NDArray[np.uint64],
     splits_of_data: Sequence[str | None],
     shares: Sequence[float],
-    previous: Sequence[str | None] = (),
+    earlier_splits: Sequence[str | None] = (),
     is_readable: NDArray[np.bool_] | None = None,
 ) -> list[str]:
     """Return the split of each image: the data's, else the earlier run's, else its group's.
 
     Other groups get a split by their smallest digest, or train if the data has splits.
     """
-    count = int(groups.max()) + 1 if len(groups) else 0
-    smallest = np.full(count, np.iinfo(np.uint64).max, np.uint64)
+    num_groups = int(groups.max()) + 1 if len(groups) else 0
+    smallest = np.full(num_groups, np.iinfo(np.uint64).max, np.uint64)
     np.minimum.at(smallest, groups, digests)
     _, val, test = shares
     # Digests are uniform and depend on the image alone, so images added later move no other.
-    levels = smallest / 2.0**64
-    by_level = np.where(levels < test, "test", np.where(levels < test + val, "val", "train"))
+    uniform = smallest / 2.0**64
+    new_splits = np.where(uniform < test, "test", np.where(uniform < test + val, "val", "train"))
     if any(splits_of_data):
-        by_level[:] = "train"
-    elif not any(previous):
-        is_usable = np.zeros(count, np.bool_)
+        new_splits[:] = "train"
+    elif not any(earlier_splits):
+        is_usable = np.zeros(num_groups, np.bool_)
         is_usable[groups if is_readable is None else groups[is_readable]] = True
-        _fill_empty_splits(by_level, levels, dict(zip(SPLITS, shares)), is_usable)
-    fixed = [split or former for split, former in zip_longest(splits_of_data, previous)]
+        _fill_empty_splits(new_splits, uniform, dict(zip(SPLITS, shares)), is_usable)
+    image_splits = [
+        split or earlier for split, earlier in zip_longest(splits_of_data, earlier_splits)
+    ]
     split_by_group: dict[int, str] = {}
-    for group, split in zip(groups.tolist(), fixed):
+    for group, split in zip(groups.tolist(), image_splits):
         if split is not None:
             split_by_group[group] = min(split, split_by_group.get(group, split), key=_priority)
     return [
-        split or split_by_group.get(group) or str(by_level[group])
-        for group, split in zip(groups.tolist(), fixed)
+        split or split_by_group.get(group) or str(new_splits[group])
+        for group, split in zip(groups.tolist(), image_splits)
     ]
 
 
 def _fill_empty_splits(
     splits: NDArray[np.str_],
-    levels: NDArray[np.float64],
+    uniform: NDArray[np.float64],
     shares: Mapping[str, float],
     is_usable: NDArray[np.bool_],
 ) -> None:
-    """Move a group of the largest split into each empty split, in place; small data may need it."""
+    """Move a group of the largest split into each empty split, in place, as small data may need.
+
+    All arrays are (groups,); groups of unreadable images alone are not usable.
+    """
     for split, share in shares.items():
         if share == 0 or (is_usable & (splits == split)).any():
             continue
         largest = max(SPLITS, key=lambda name: int((is_usable & (splits == name)).sum()))
         groups = np.flatnonzero(is_usable & (splits == largest))
         if len(groups) > 1:
-            order = groups[np.argsort(levels[groups])]
+            # The group that would change to this split first if its share grew.
+            order = groups[np.argsort(uniform[groups])]
             splits[order[-1] if split == "train" else order[0]] = split
 
 
@@ -180,7 +187,7 @@ def _merge(image: UserImage, duplicate: UserImage) -> UserImage:
 
 
 def _priority(name: str) -> int:
-    """Return a sort key of splits: test before val before train, so that tests lose no image."""
+    """Return a sort key: test before val before train, so that a test set loses no image."""
     split = split_of(name)
     return 0 if split is None else -SPLITS.index(split)
 
@@ -189,8 +196,8 @@ def _hash_images(
     images: Sequence[UserImage], tree: FileTree, executor: Executor
 ) -> NDArray[np.void]:
     """Return the RECORD of each image, (images,)."""
-    chunks: Iterator[list[_Located]] = (
-        [(image.image, tree.find(image.image)) for image in images[start : start + _CHUNK]]
+    chunks: Iterator[list[_ImageJob]] = (
+        [(image.path, tree.find(image.path)) for image in images[start : start + _CHUNK]]
         for start in range(0, len(images), _CHUNK)
     )
     parts = [np.empty(0, RECORD)]
@@ -201,16 +208,16 @@ def _hash_images(
     return np.concatenate(parts)
 
 
-def _hash_chunk(chunk: Iterable[_Located]) -> NDArray[np.void]:
-    rows = []
-    for name, location in chunk:
+def _hash_chunk(chunk: Iterable[_ImageJob]) -> NDArray[np.void]:
+    records = []
+    for path, location in chunk:
         raise_if_stopped()
         try:
             if location is None:
-                raise BadSample("missing image", name)
-            rows.append(image_record(location.read(), name))
+                raise BadSample("missing image", path)
+            records.append(image_record(location.read(), path))
         except BadSample:
-            # The name stands for the bytes, so that unreadable images are not merged.
-            empty = hash_name(name), 0, np.zeros(4, np.uint64), 0, False, UNREADABLE
-            rows.append((0, 0, *empty))
-    return np.array(rows, dtype=RECORD)
+            # The path is hashed in place of the bytes, so that unreadable images are not merged.
+            no_hash = np.zeros(4, np.uint64)
+            records.append((0, 0, hash_name(path), 0, no_hash, 0, False, UNREADABLE))
+    return np.array(records, dtype=RECORD)

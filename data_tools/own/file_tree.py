@@ -52,7 +52,7 @@ class FileTree(Originals):
         self._exclude = None if exclude is None else exclude.resolve()
         self._files: dict[str, FileEntry] = {}
         self._roots: dict[int, Path] = {}  # by container
-        self._shared_paths: set[str] = set()  # of several roots
+        self._common_paths: set[str] = set()  # of several roots
         self._claims: set[str] = set()  # paths that rows name with a folder
         self._paths_with_root: set[str] = set()
         self._prefix = ""  # of paths in the archive that is being added
@@ -227,11 +227,11 @@ class FileTree(Originals):
         root = self._root if previous is None else self._roots.get(previous.container)
         if root != self._root:
             # The path is in two roots: put each root's name before it.
-            self._shared_paths.add(path)
+            self._common_paths.add(path)
             if root is not None:
                 self._paths_with_root.add(renamed := f"{root.name}/{path}")
                 self._files[renamed] = self._files.pop(path)
-        if path in self._shared_paths:
+        if path in self._common_paths:
             self._paths_with_root.add(path := f"{self._root.name}/{path}")
         self._files[path] = entry
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from data_tools.builder.build import check_splits
-from data_tools.builder.samples import Refused
+from data_tools.builder.samples import Fault
 from data_tools.converters.captions import read_karpathy
 from data_tools.originals import IMAGE_SUFFIXES
 from data_tools.own.file_tree import FileTree, without_gz
@@ -28,7 +28,7 @@ from data_tools.own.tables import (
     texts_in,
     with_class_names,
 )
-from data_tools.rows import Faults, Located, read_json
+from data_tools.rows import Faults, LocatedRow, read_json
 from vlp.config import ConfigError
 from vlp.data.file_names import fold_case, split_of
 from vlp.data.limits import MAX_IMAGE_BYTES
@@ -57,13 +57,13 @@ _TITLES = {
 }
 _MAGIC = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _MAX_TABLES = 10_000
-_SAMPLE = 20  # side files that show whether all hold numbers
+_SAMPLE = 20  # side files that are read to see whether all hold numbers
 
 
 class UserImage(NamedTuple):
     """An image with captions."""
 
-    image: str  # path in the tree, or the name of a missing image
+    path: str  # in the tree, or the name of a missing image
     captions: list[str]
     split: str | None = None  # as the data names it
     url: str | None = None
@@ -86,11 +86,15 @@ class _TableMatch(NamedTuple):
 
 
 def recognise(
-    tree: FileTree, overrides: ColumnOverrides, faults: Faults, place: Path, base: Path | None
+    tree: FileTree,
+    overrides: ColumnOverrides,
+    faults: Faults,
+    place: Path,
+    table_folder: Path | None,
 ) -> Form:
     """Recognise the form of a place by the names of its files and the columns of its tables.
 
-    `base` is the folder on disk of a single table, to look for its images in.
+    `table_folder` is the folder on disk of a place that is a table, to look for its images in.
     Unusable rows are added to `faults` while the form's images are read.
     """
     files, images = tree.files, tree.images
@@ -112,13 +116,13 @@ def recognise(
     elif (
         2 * len(side_files) >= len(images) > 0
         and overrides == ColumnOverrides()
-        and not (tables and _have_numbers_only(side_files[:_SAMPLE], tree))
+        and not (tables and _are_numeric(side_files[:_SAMPLE], tree))
     ):
         return _side_form(tree, images, side_files, tables, overrides, faults, place)
     matches, problem = [], None
     for path in tables:
         on_disk = tree.on_disk(path)
-        karpathy = _karpathy_form(on_disk, path, tree, base, faults)
+        karpathy = _karpathy_form(on_disk, path, tree, table_folder, faults)
         if karpathy is not None:
             karpathy.notes.extend(_unread_tables(tables, [path]))
             return karpathy
@@ -142,7 +146,7 @@ def recognise(
             f"{match.path}: {match.columns.describe(match.table.columns)}" for match in matches[:3]
         ]
         notes += _unread_tables(tables, [match.path for match in matches])
-        rows = _table_images(matches, tree, faults, base)
+        rows = _table_images(matches, tree, faults, table_folder)
         # A table that the user names may describe some of the images only.
         covers_all = not is_table and not any(match.table.bytes_columns for match in matches)
         return Form(title, notes, rows, covers_all)
@@ -167,14 +171,14 @@ def _unread_tables(tables: Sequence[str], read: Sequence[str]) -> list[str]:
     return [f"{len(others)} other tables are left out: {listing}"] if others else []
 
 
-def is_number(text: str) -> bool:
-    """Return whether a text is one or more numbers, such as a label or a box."""
+def is_numeric(text: str) -> bool:
+    """Return whether a text consists of numbers, such as a label or a box."""
     return bool(re.fullmatch(r"[-+.\deE\s]+", text)) and any(map(str.isdigit, text))
 
 
-def _have_numbers_only(side_files: Sequence[str], tree: FileTree) -> bool:
+def _are_numeric(side_files: Sequence[str], tree: FileTree) -> bool:
     lines, content = _read_side_files(side_files, tree, [])
-    return content is None and len(lines) > 0 and all(map(is_number, lines))
+    return content is None and len(lines) > 0 and all(map(is_numeric, lines))
 
 
 def other_files(tree: FileTree) -> str:
@@ -200,12 +204,12 @@ def add_image(value: Any, name: str, tree: FileTree) -> str | None:
 
 
 def _table_images(
-    matches: Sequence[_TableMatch], tree: FileTree, faults: Faults, base: Path | None
+    matches: Sequence[_TableMatch], tree: FileTree, faults: Faults, table_folder: Path | None
 ) -> Iterator[UserImage]:
     for match in matches:
         folder = match.path.rpartition("/")[0]
         stem = "-".join(PurePosixPath(match.path).with_suffix("").parts[-2:])
-        rows: Iterator[Located] = match.table.rows(match.columns.names)
+        rows: Iterator[LocatedRow] = match.table.rows(match.columns.names)
         for number, (where, row) in enumerate(rows):
             value = row.get(match.columns.image)
             if isinstance(value, list) and len(value) == 1:
@@ -214,35 +218,35 @@ def _table_images(
                 captions = _texts_of(row, match.columns.captions)
                 image = add_image(value, f"{stem}-{number:06d}", tree)
             except BadSample as bad:
-                faults.append(Refused(bad.kind, where))
+                faults.append(Fault(bad.kind, where))
                 continue
             if image is None:
                 name = value.get("path") if isinstance(value, dict) else value
                 if name in (None, "") or isinstance(name, list | dict):
-                    faults.append(Refused("row without one image", where))
+                    faults.append(Fault("row without one image", where))
                     continue
                 try:
-                    image = _resolve(str(name), folder, tree, base)
+                    image = _resolve(str(name), folder, tree, table_folder)
                 except BadSample as bad:
-                    faults.append(Refused(bad.kind, f"{where}: {bad.where}"))
+                    faults.append(Fault(bad.kind, f"{where}: {bad.where}"))
                     continue
             split = row.get(match.columns.split) if match.columns.split else match.split
             yield UserImage(image, captions, split_name(split))
 
 
-def _resolve(name: str, folder: str, tree: FileTree, base: Path | None) -> str:
+def _resolve(name: str, folder: str, tree: FileTree, table_folder: Path | None) -> str:
     """Return the path of an image named in a table of `folder`, or the name if it is missing.
 
-    Raises BadSample outside `base`: a stranger's table could name private images, which would
-    become part of shards that are published.
+    Raises BadSample outside `table_folder`: a stranger's table could name private images, which
+    would become part of shards that are published.
     """
     # Flickr numbers the captions of an image: `1.jpg#0`.
     for path in (name, re.sub(r"(\.\w+)#\d+$", r"\1", name)):
-        if base is None:
+        if table_folder is None:
             if (tree_path := tree.path_of(path, folder)) is not None:
                 return tree_path
-        elif (file := _find_file(Path(os.path.abspath(base / path)))) is not None:
-            if not file.is_relative_to(os.path.abspath(base)):
+        elif (file := _find_file(Path(os.path.abspath(table_folder / path)))) is not None:
+            if not file.is_relative_to(os.path.abspath(table_folder)):
                 raise BadSample(OUTSIDE, name)
             return tree.add_file(file, path)
     return name
@@ -292,7 +296,7 @@ def _side_form(
         index[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[UserImage]:
-        unseen_fields = [
+        missing_fields = [
             name for name in (overrides.image, *(overrides.captions or ()), overrides.split) if name
         ]
         for image in images:
@@ -303,7 +307,7 @@ def _side_form(
             )
             lines, content = _read_side_files(filter(None, paths), tree, faults)
             fields = content if isinstance(content, dict) else {}
-            unseen_fields = [name for name in unseen_fields if name not in fields]
+            missing_fields = [name for name in missing_fields if name not in fields]
             captions = _texts_of(fields, overrides.captions or ("captions",))
             if overrides.captions is None:
                 captions = captions or _texts_of(fields, ("caption",))
@@ -312,9 +316,9 @@ def _side_form(
                 captions = captions or texts_in(content)
             split = split_name(fields.get(overrides.split)) if overrides.split else None
             yield UserImage(image, captions, split, fields.get("url") or None)
-        if unseen_fields:
+        if missing_fields:
             raise ConfigError(
-                f"{place}: no table column or .json field is called {', '.join(unseen_fields)}"
+                f"{place}: no table column or .json field is called {', '.join(missing_fields)}"
             )
 
     source = _count_by_suffix(side_files)
@@ -341,12 +345,12 @@ def _read_side_files(paths: Iterable[str], tree: FileTree, faults: Faults) -> tu
                 lines += [line for line in re.split("[\r\n]", text) if line.strip()]
         except (BadSample, ValueError) as error:
             where = error.where if isinstance(error, BadSample) else f"{path}: {error}"
-            faults.append(Refused(BAD_ANNOTATION, where))
+            faults.append(Fault(BAD_ANNOTATION, where))
     return lines, content
 
 
 def _karpathy_form(
-    on_disk: Path, path: str, tree: FileTree, base: Path | None, faults: Faults
+    on_disk: Path, path: str, tree: FileTree, table_folder: Path | None, faults: Faults
 ) -> Form | None:
     """Return the form of a table in Karpathy's layout; None for another layout."""
     # Look at the start first: parsing a large table takes minutes.
@@ -362,9 +366,9 @@ def _karpathy_form(
     def read() -> Iterator[UserImage]:
         for entry in entries:
             try:
-                image = _resolve(entry.filename, folder, tree, base)
+                image = _resolve(entry.filename, folder, tree, table_folder)
             except BadSample as bad:
-                faults.append(Refused(bad.kind, bad.where))
+                faults.append(Fault(bad.kind, bad.where))
                 continue
             yield UserImage(image, [text or "" for text in entry.captions], entry.split)
 
@@ -479,10 +483,10 @@ def hub_form(
                     value = _read_bytes(row[columns.image], name)
                     image = add_image(value, f"{split}-{number:08d}", tree)
                 except (BadSample, OSError) as error:
-                    faults.append(Refused(getattr(error, "kind", "missing image"), where))
+                    faults.append(Fault(getattr(error, "kind", "missing image"), where))
                     continue
                 if image is None:
-                    faults.append(Refused("row without one image", where))
+                    faults.append(Fault("row without one image", where))
                     continue
                 row_split = row[columns.split] if columns.split else split
                 yield UserImage(image, captions, split_name(row_split))

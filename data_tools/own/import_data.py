@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 from typer import Argument, Option
 
 from data_tools.builder.build import CorpusPart, Target, build_parts
-from data_tools.builder.samples import Refused, SampleSpec, clean_captions
+from data_tools.builder.samples import Fault, SampleSpec, clean_captions
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
 from data_tools.originals import scratch_folder
 from data_tools.own.content import SPLITS, Splitting, UserSample, merge_rows, split_images
@@ -25,7 +25,7 @@ from data_tools.own.forms import (
     Form,
     UserImage,
     hub_form,
-    is_number,
+    is_numeric,
     other_files,
     recognise,
     splits_by_name,
@@ -137,12 +137,12 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             if not options.split_column and not any(split_of(image.split) for image in images):
                 # The folder of a missing image is unknown.
                 paths = {
-                    image.image: tree.full_path(image.image)
+                    image.path: tree.full_path(image.path)
                     for image in images
-                    if tree.find(image.image) is not None
+                    if tree.find(image.path) is not None
                 }
                 if splits := splits_by_name(paths, options.place):
-                    images = [image._replace(split=splits.get(image.image)) for image in images]
+                    images = [image._replace(split=splits.get(image.path)) for image in images]
             _require_images_and_captions(images, form, tree, faults, options)
             _print_examples(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)
@@ -166,21 +166,19 @@ def _open_place(options: ImportOptions, scratch: Path, faults: Faults) -> tuple[
 
 def _clean_images(
     form: Form, tree: FileTree, faults: Faults, options: ImportOptions
-) -> tuple[list[UserImage], list[Refused]]:
+) -> tuple[list[UserImage], list[Fault]]:
     """Return each image once with cleaned captions, and the dropped captions."""
-    dropped: list[Refused] = []
+    dropped: list[Fault] = []
     images = []
     for image in form.images:
-        captions, dropped_captions = clean_captions(image.captions, image.image, options.max_words)
-        dropped += dropped_captions
+        captions, image_faults = clean_captions(image.captions, image.path, options.max_words)
+        dropped += image_faults
         images.append(image._replace(captions=captions))
     ambiguous = tree.ambiguous_paths
     faults += [
-        Refused("image of several names", image.image)
-        for image in images
-        if image.image in ambiguous
+        Fault("image of several names", image.path) for image in images if image.path in ambiguous
     ]
-    images = [image for image in images if image.image not in ambiguous]
+    images = [image for image in images if image.path not in ambiguous]
     if not images:
         first = f"; the first is of kind {faults[0].kind!r}: {faults[0].id}" if faults else ""
         raise ConfigError(f"{options.place}: no row can be used{first}")
@@ -191,7 +189,7 @@ def _require_images_and_captions(
     images: Sequence[UserImage], form: Form, tree: FileTree, faults: Faults, options: ImportOptions
 ) -> None:
     """Refuse data without most of its images, or with images without captions, unless allowed."""
-    missing = [image.image for image in images if tree.find(image.image) is None]
+    missing = [image.path for image in images if tree.find(image.path) is None]
     present, first = len(images) - len(missing), readable(next(iter(missing), ""))
     allowed = options.allow_missing_images and present
     if len(missing) > present and not allowed:
@@ -206,14 +204,14 @@ def _require_images_and_captions(
         )
     captions = [caption for image in images for caption in image.captions]
     print(f"  {present} images, {len(captions)} captions")
-    if captions and all(map(is_number, captions)):
+    if captions and all(map(is_numeric, captions)):
         print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
         print(f"  {len(missing)} images are nowhere (first: {first})")
-    without = [image.image for image in images if not image.captions]
+    without = [image.path for image in images if not image.captions]
     total = len(images)
     if form.covers_all_images:
-        described = {image.image for image in images}
+        described = {image.path for image in images}
         others = [path for path in tree.images if path not in described]
         without, total = without + others, total + len(others)
     if not without:
@@ -238,23 +236,23 @@ def _require_images_and_captions(
 
 def _print_examples(images: Sequence[UserImage], tree: FileTree) -> None:
     # Also from the middle and the end: columns may slip behind a few good rows.
-    examples = [image for image in images if image.captions and tree.find(image.image)]
+    examples = [image for image in images if image.captions and tree.find(image.path)]
     for position in sorted({0, len(examples) // 2, len(examples) - 1}) if examples else ():
         image = examples[position]
         try:
-            location = tree.find(image.image)
+            location = tree.find(image.path)
             assert location is not None
-            with decoder_errors(image.image), open_image(location.read(), image.image) as opened:
+            with decoder_errors(image.path), open_image(location.read(), image.path) as opened:
                 size = f"{opened.width} x {opened.height}"
         except BadSample as bad:
             size = bad.kind
         more = f" (and {len(image.captions) - 1} more)" if len(image.captions) > 1 else ""
-        print(f"    {readable(image.image)}, {size}: {image.captions[0]!r}{more}")
+        print(f"    {readable(image.path)}, {size}: {image.captions[0]!r}{more}")
 
 
 def _build(
     images: Sequence[UserImage],
-    faults: Sequence[Refused],
+    faults: Sequence[Fault],
     tree: FileTree,
     options: ImportOptions,
     build: BuildOptions,
@@ -269,12 +267,12 @@ def _build(
         options.split_column is not None,
         options.exact,
     )
-    paths = [sample.image.image for sample in splitting.samples]
+    paths = [sample.image.path for sample in splitting.samples]
     keys = keys_of(paths, earlier.keys)
     if earlier.keys and (new := sum(path not in earlier.keys for path in paths)):
         print(f"  {new} images are new; the others keep key and split of the run before")
     _print_splits(splitting, options)
-    refused = [Refused("no text", image.image) for image in images if not image.captions]
+    refused = [Fault("no text", image.path) for image in images if not image.captions]
     parts: list[CorpusPart] = []
     for split in SPLITS:
         specs = [
@@ -304,10 +302,10 @@ def _spec(sample: UserSample, key: str, source: str) -> SampleSpec:
         captions=image.captions,
         source=source,
         image_id=sample.digest or None,
-        file=readable(image.image),
+        file=readable(image.path),
         **({"url": image.url} if image.url else {}),
     )
-    return SampleSpec(key, (image.image,), annotation)
+    return SampleSpec(key, (image.path,), annotation)
 
 
 def _print_splits(splitting: Splitting, options: ImportOptions) -> None:
@@ -389,7 +387,7 @@ class EarlierImport(NamedTuple):
     def sort(self, images: Sequence[UserImage]) -> list[UserImage]:
         """Return images of the earlier run in its order, then the others in the given order."""
         positions = {image: number for number, image in enumerate(self.keys)}
-        return sorted(images, key=lambda image: positions.get(image.image, len(positions)))
+        return sorted(images, key=lambda image: positions.get(image.path, len(positions)))
 
     @staticmethod
     def write(out: Path, samples: Iterable[tuple[str, str, str]]) -> None:

@@ -12,9 +12,9 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data_tools.builder.samples import Refused
+from data_tools.builder.samples import Fault
 from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, display_path, max_unpacked_bytes
-from data_tools.rows import Faults, Located, is_utf8, json_lines, read_json, streamed_list
+from data_tools.rows import Faults, LocatedRow, is_utf8, json_lines, read_json, streamed_list
 from vlp.config import ConfigError
 from vlp.data.file_names import SPLIT_NAMES, split_of
 from vlp.data.shards.sample_files import BadSample
@@ -209,7 +209,7 @@ class UserTable(NamedTuple):
     """An opened table."""
 
     columns: list[str]
-    rows: Callable[[Sequence[str]], Iterator[Located]]  # yields the given columns
+    rows: Callable[[Sequence[str]], Iterator[LocatedRow]]  # yields the given columns
     bytes_columns: tuple[str, ...] = ()
 
 
@@ -227,14 +227,14 @@ def open_table(
     return _text_table(path, where, overrides, faults)
 
 
-def _object_table(objects: Iterator[Located], faults: Faults) -> UserTable | None:
+def _object_table(objects: Iterator[LocatedRow], faults: Faults) -> UserTable | None:
     head = list(islice(objects, _HEAD))
     columns = list(dict.fromkeys(key for _, row in head if isinstance(row, dict) for key in row))
 
-    def rows(names: Sequence[str]) -> Iterator[Located]:
+    def rows(names: Sequence[str]) -> Iterator[LocatedRow]:
         for where, row in chain(head, objects):
             if not isinstance(row, dict):
-                faults.append(Refused("row of another layout", where))
+                faults.append(Fault("row of another layout", where))
                 continue
             if late := [key for key in row if key not in columns and _may_be_split(key)]:
                 raise ConfigError(
@@ -246,7 +246,7 @@ def _object_table(objects: Iterator[Located], faults: Faults) -> UserTable | Non
     return UserTable(columns, rows) if columns else None
 
 
-def _json_rows(path: Path, faults: Faults) -> Iterator[Located]:
+def _json_rows(path: Path, faults: Faults) -> Iterator[LocatedRow]:
     """Yield the rows of a JSON file: a list, lines, or an object of lists, images or columns."""
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -338,7 +338,7 @@ def _text_table(
         cells = next(csv.reader([line], delimiter=delimiter), [])
         return len(cells) >= len(names) > 1 and any(map(is_image_name, cells))
 
-    def rows(columns: Sequence[str]) -> Iterator[Located]:
+    def rows(columns: Sequence[str]) -> Iterator[LocatedRow]:
         # Quotes in quoted cells are doubled (None), or have a backslash before them as in MySQL.
         # If neither fits ("") a tab separated file has no quoted cells.
         escapes = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
@@ -358,22 +358,22 @@ def _text_table(
                     break
                 except csv.Error:  # a cell of more than 128 KiB
                     if len(lines.row) == 1 and lines.row[0].count('"') % 2 == 0:
-                        faults.append(Refused("cell too long", f"{where}, line {lines.number}"))
+                        faults.append(Fault("cell too long", f"{where}, line {lines.number}"))
                         continue
                     cells, is_open = [], True
                 # A quote that is not closed swallows rows up to the next one.
                 if is_open or any(map(is_row, lines.row[1:])):
                     lines.rewind()
-                    faults.append(Refused("quote left open", f"{where}, line {lines.number}"))
+                    faults.append(Fault("quote left open", f"{where}, line {lines.number}"))
                     continue
                 if (not number and has_header) or cells in ([], [_END]):
                     continue
                 cells = [*map(_unquote, cells)] if is_unquoted else cells
                 location = f"{where}, line {lines.number}"
                 if not is_utf8("".join(cells)):
-                    faults.append(Refused("line that is not UTF-8", location))
+                    faults.append(Fault("line that is not UTF-8", location))
                 elif len(cells) < len(names) or any(cells[len(names) :]):
-                    faults.append(Refused("row of another layout", location))
+                    faults.append(Fault("row of another layout", location))
                 else:
                     # Captions may be in several columns of one name.
                     values: dict[str, Any] = defaultdict(list)
@@ -462,7 +462,7 @@ def _arrow_table(path: Path, where: str) -> UserTable:
                 for start in range(0, len(chosen), _BATCH):
                     yield chosen.slice(start, _BATCH)
 
-    def rows(names: Sequence[str]) -> Iterator[Located]:
+    def rows(names: Sequence[str]) -> Iterator[LocatedRow]:
         number = 0
         try:
             for batch in batches(names):

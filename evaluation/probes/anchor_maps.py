@@ -19,7 +19,7 @@ from evaluation.work_sharding import evaluating
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.text.word_boxes import word_positions, word_text, words_with_boxes
+from vlp.data.text.word_boxes import token_positions, word_text, words_with_boxes
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
@@ -149,7 +149,7 @@ def map_caption(
     # A word of several pieces has the mean of their maps.
     words = [
         WordMap(word_text(pieces, tokens), share[list(tokens)].mean(axis=0), boxes.get(index, ()))
-        for index, tokens in enumerate(word_positions(pieces))
+        for index, tokens in enumerate(token_positions(pieces))
     ]
     return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
 
@@ -159,7 +159,7 @@ def _detail(
 ) -> AnchorDetail:
     model, caption = loaded.model, sample.captions[0]
     pieces = loaded.text.words(caption)
-    word_pieces = [list(tokens) for tokens in word_positions(pieces)]
+    word_pieces = [list(tokens) for tokens in token_positions(pieces)]
     with torch.no_grad():
         image = encode_image(loaded, sample.image, device)
         text = _encode_caption(loaded, sample, device)
@@ -174,7 +174,7 @@ def _detail(
     return AnchorDetail(
         image=sample.image,
         caption=caption,
-        words=[word_text(pieces, tokens) for tokens in word_positions(pieces)],
+        words=[word_text(pieces, tokens) for tokens in token_positions(pieces)],
         boxes=[boxes.get(index, ()) for index in range(len(word_pieces))],
         anchors=torch.stack([anchors[tokens].mean(0) for tokens in word_pieces]).numpy(),
         path=torch.stack(
@@ -225,4 +225,4 @@ def _by_token(model: VLPModel, x: Tensor) -> Tensor:
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
     """Return boxes by word index of the first caption; empty if unknown."""
     words = words_with_boxes(sample.annotation)
-    return {word.position: word.boxes for word in words if word.caption == 0}
+    return {word.word_index: word.boxes for word in words if word.caption_index == 0}

@@ -40,7 +40,7 @@ from evaluation.work_sharding import ProcessGroup, clustered_figures, evaluating
 from vlp.data.boxes import overlaps
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
-from vlp.data.text.word_boxes import patches_in_box, word_positions, words_with_boxes
+from vlp.data.text.word_boxes import patches_in_box, token_positions, words_with_boxes
 from vlp.metrics import bootstrap_means, percentile_interval
 from vlp.models.cross_encoder import ImageFeatures, PairIndices, TextFeatures
 from vlp.models.folder import Loaded
@@ -525,16 +525,16 @@ def score_words(
     in_any_box = np.logical_or.reduce(objects, axis=0)
     results = []
     for word in words:
-        tokens_of_words = word_positions(pieces[word.caption])
+        tokens_of_words = token_positions(pieces[word.caption_index])
         # The tokenizer may truncate the caption before the word.
-        if word.position >= len(tokens_of_words):
+        if word.word_index >= len(tokens_of_words):
             continue
-        tokens = list(tokens_of_words[word.position])
+        tokens = list(tokens_of_words[word.word_index])
         # Several pieces: the mean. Ties count against the model: all best patches must lie inside.
-        scores = cosine[word.caption][:, tokens].mean(axis=1)
+        scores = cosine[word.caption_index][:, tokens].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
         in_box = np.logical_or.reduce([patches_of[box] for box in word.boxes])
-        anchor_counts = anchors[word.caption][:, tokens].sum(axis=1)
+        anchor_counts = anchors[word.caption_index][:, tokens].sum(axis=1)
         results.append(
             WordPointing(
                 sample_index=sample_index,
@@ -552,7 +552,7 @@ def score_words(
                 inside=in_box,
                 shares={
                     name: share_of_best(
-                        heat[word.caption][:, tokens].mean(axis=1) if heat.ndim > 1 else heat,
+                        heat[word.caption_index][:, tokens].mean(axis=1) if heat.ndim > 1 else heat,
                         in_box,
                     )
                     for name, heat in maps.items()

@@ -20,10 +20,10 @@ def epoch(scale):
     """(shard, position) of every slot of the first epoch, in order."""
     sampler = scale.sampler()
     found = []
-    for step in sampler.steps(0, scale.batch):
-        if step.epoch:
+    for batch in sampler.global_batches(0, scale.batch):
+        if batch.epoch:
             break
-        found += [slot for slot in sampler.slots(0, step.start, scale.batch) if slot]
+        found += [slot for slot in sampler.slots(0, batch.start, scale.batch) if slot]
     return [(slot.shard, slot.position) for slot in found]
 
 

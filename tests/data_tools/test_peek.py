@@ -28,13 +28,13 @@ def sheet(folder, *options):
 
 def test_first_and_random(folder, capsys):
     index = ShardIndex.open(folder).shards
-    assert peek.choose(index, 5, None) == [*((0, n) for n in range(4)), (1, 0)]
-    drawn = {tuple(peek.choose(index, 5, seed)) for seed in range(8)}
+    assert peek.choose_samples(index, 5, None) == [*((0, n) for n in range(4)), (1, 0)]
+    drawn = {tuple(peek.choose_samples(index, 5, seed)) for seed in range(8)}
     assert len(drawn) > 4
     assert all(len(set(each)) == 5 for each in drawn)
-    assert peek.choose(index, 5, 3) == peek.choose(index, 5, 3)
-    everything = peek.choose(index, 99, 0)
-    assert everything == peek.choose(index, 99, None)
+    assert peek.choose_samples(index, 5, 3) == peek.choose_samples(index, 5, 3)
+    everything = peek.choose_samples(index, 99, 0)
+    assert everything == peek.choose_samples(index, 99, None)
     assert len(everything) == 10
 
     assert sheet(folder, "--count", "7", "--first").width // WIDTH == 6

@@ -12,7 +12,7 @@ from data_tools.rows import (
     Row,
     json_lines,
     line_count,
-    members,
+    list_rows,
     parse_rows,
     read_json,
     streamed_list,
@@ -122,7 +122,7 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(read, tmp_path):
     rows = [r'{"x": 1, "name": "a\ud83d"}', r'{"x": 2, "name": "\\ud83d \ud83d\ude00"}']
     path.write_text("\n".join(rows) if read is json_lines else f"[{', '.join(rows)}]")
     content = read(path, faults)
-    located = members(content, path) if read is read_json else content
+    located = list_rows(content, path) if read is read_json else content
     points = list(parse_rows(located, Point, faults))
     assert [point.name for point in points] == ["a\ufffd", "\\ud83d \U0001f600"]
     place = f"{path}, {'line' if read is json_lines else 'row'} 1"

@@ -18,7 +18,7 @@ from vlp.data.shards.shard_reader import INDEX_NAME, Items
 from vlp.data.shards.tar import stored_files
 
 
-class Labelled(NamedTuple):
+class LabelledImage(NamedTuple):
     """An RGB image, the index of its class, its location; in shards also key and image name."""
 
     image: Image.Image
@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
     key: str = ""
     image_name: str = ""
 
-    def without_images(self) -> Labelled:
+    def without_images(self) -> LabelledImage:
         """Return a copy without the image, for after its preparation."""
         return self._replace(image=Image.new("RGB", (1, 1)))
 
@@ -42,7 +42,7 @@ class LabelledImages:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         """Return an image with its class; raises BadSample."""
         raise NotImplementedError
 
@@ -94,7 +94,7 @@ class _Subset(LabelledImages):
         super().__init__(numbers, images.classes)
         self._images, self._numbers = images, numbers
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         return self._images.read(self._numbers[number])
 
 
@@ -102,16 +102,18 @@ class _FolderImages(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
         names = sorted(filter(_is_class_image, _relative_files(folder)))
         self._files = [folder / name for name in names]
-        classes, self._labels = _labels(names, classes, folder)
+        classes, self._class_indices = _class_indices(names, classes, folder)
         super().__init__(self._files, classes)
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         file = self._files[number]
         try:
             content = file.read_bytes()
         except OSError as error:
             raise BadSample("unreadable image", f"{file} ({error.strerror})") from error
-        return Labelled(decode_image(content, str(file)), self._labels[number], str(file))
+        return LabelledImage(
+            decode_image(content, str(file)), self._class_indices[number], str(file)
+        )
 
 
 class _TarImages(LabelledImages):
@@ -121,13 +123,13 @@ class _TarImages(LabelledImages):
         stored = stored_files(file, _is_class_image)
         members = {PurePath(str(name).lstrip("/")): data for name, data in stored}
         self._members = list(members.items())
-        classes, self._labels = _labels(list(members), classes, file)
+        classes, self._class_indices = _class_indices(list(members), classes, file)
         super().__init__(self._members, classes)
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         name, content = self._members[number]
         where = f"{self._file}, {name}"
-        return Labelled(decode_image(content, where), self._labels[number], where)
+        return LabelledImage(decode_image(content, where), self._class_indices[number], where)
 
 
 class _ShardImages(LabelledImages):
@@ -135,7 +137,7 @@ class _ShardImages(LabelledImages):
         self._items, self._field = Items([folder]), field
         super().__init__(self._items, tuple(classes))
 
-    def read(self, number: int) -> Labelled:
+    def read(self, number: int) -> LabelledImage:
         raw = self._items.read(number).raw
         label = getattr(raw.annotation, self._field, None)
         if label is None:
@@ -143,7 +145,7 @@ class _ShardImages(LabelledImages):
         if str(label) not in self._class_index:
             raise BadSample("unknown class", f"{raw.where} ({self._field} {label!r})")
         image, index = decode_image(raw.image, raw.where), self._class_index[str(label)]
-        return Labelled(image, index, raw.where, raw.key, raw.image_name)
+        return LabelledImage(image, index, raw.where, raw.key, raw.image_name)
 
 
 def _relative_files(folder: Path) -> Iterator[PurePath]:
@@ -167,7 +169,7 @@ def _is_class_image(name: PurePath) -> bool:
     return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
 
 
-def _labels(
+def _class_indices(
     paths: Sequence[PurePath], class_names: Sequence[str] | None, where: Path
 ) -> tuple[tuple[str, ...], list[int]]:
     """Return the classes, and each image's class index by the first folder that differs."""

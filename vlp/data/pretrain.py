@@ -157,21 +157,21 @@ class CaptionedSamples(Dataset[Slot]):
     ) -> tuple[Slot, Callable[[], Tensor]]:
         """Return a slot without pixels, and a function that loads them; both raise BadSample."""
         source, shard, _, source_pass = index
-        sample, pair_number = self._sample_and_pair(index)
+        sample, pair_index = self._sample_and_pair(index)
         if raw is None:
             raw = self.indices[source].read(shard, sample)
-        rng_key = f"{source}:{shard}:{sample}:{pair_number}:{source_pass}"
+        rng_key = f"{source}:{shard}:{sample}:{pair_index}:{source_pass}"
 
         def rng(purpose: str) -> np.random.Generator:
             return make_rng(self.seed, epoch, rng_key, purpose)
 
         captions = texts_of(raw.annotation, self.texts)
-        caption_number = pair_number or 0
-        if pair_number is None and len(captions) > 1:
-            caption_number = int(rng("caption").integers(len(captions)))
-        if caption_number >= len(captions):
+        caption_index = pair_index or 0
+        if pair_index is None and len(captions) > 1:
+            caption_index = int(rng("caption").integers(len(captions)))
+        if caption_index >= len(captions):
             raise BadSample("no text", raw.where)
-        caption = captions[caption_number]
+        caption = captions[caption_index]
         image = EncodedImage(raw.image, raw.where)
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
@@ -198,8 +198,8 @@ class CaptionedSamples(Dataset[Slot]):
             image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
-            sample_id=stable_hash("sample", source, shard, sample, pair_number or 0),
-            word_patches=self._word_patches(raw, caption_number, caption, image.size),
+            sample_id=stable_hash("sample", source, shard, sample, pair_index or 0),
+            word_patches=self._word_patches(raw, caption_index, caption, image.size),
             caption_id=stable_hash("caption", normalised_caption(text_read)),
         )
         return slot, load_pixels
@@ -240,14 +240,14 @@ class CaptionedSamples(Dataset[Slot]):
         return torch.from_numpy(masked), torch.from_numpy(labels)
 
     def _word_patches(
-        self, raw: RawSample, caption_number: int, caption: str, size: tuple[int, int]
+        self, raw: RawSample, caption_index: int, caption: str, size: tuple[int, int]
     ) -> Tensor | None:
         if not self.has_word_patches:
             return None
         if self.texts != "captions":
             return self._blank_word_patches()  # annotations have boxes for words of captions only
         pieces, length = self.text.words(caption), self.text.max_tokens
-        patches = word_patches(raw.annotation, caption_number, pieces, length, self.grid, size)
+        patches = word_patches(raw.annotation, caption_index, pieces, length, self.grid, size)
         return torch.from_numpy(patches)
 
     def _mask_patches(self, rng: Callable[[str], np.random.Generator]) -> Tensor:

@@ -126,7 +126,7 @@ def all_texts_of(annotation: Annotation) -> list[str]:
 def captions_of(annotation: Annotation) -> list[str]:
     """Return the non-empty `captions`, else the `caption`, stripped and cut to MAX_CAPTION."""
     texts = _raw_captions(annotation)
-    return [texts[number].strip()[:MAX_CAPTION] for number in caption_numbers(annotation)]
+    return [texts[index].strip()[:MAX_CAPTION] for index in caption_indices(annotation)]
 
 
 @cache
@@ -148,9 +148,9 @@ def normalised_caption(text: str) -> str:
     return " ".join(plain.translate(_punctuation_table()).split()) or plain
 
 
-def caption_numbers(annotation: Annotation) -> list[int]:
-    """Return the indices of the captions of `captions_of` among all of the annotation."""
-    return [number for number, text in enumerate(_raw_captions(annotation)) if text.strip()]
+def caption_indices(annotation: Annotation) -> list[int]:
+    """Return the indices in the annotation of the captions of `captions_of`: the non-empty ones."""
+    return [index for index, text in enumerate(_raw_captions(annotation)) if text.strip()]
 
 
 def _raw_captions(annotation: Annotation) -> list[str]:

@@ -465,7 +465,7 @@ def make_annotations(folder):
 
 def read_annotations(folder, before, target):
     from data_tools.converters.refcoco import read_refs
-    from data_tools.rows import json_lines, json_list, streamed_list
+    from data_tools.rows import json_lines, json_rows, streamed_list
 
     if target == "answers.json":
         read_answers(folder / target)
@@ -474,7 +474,7 @@ def read_annotations(folder, before, target):
     elif target == "rows.jsonl":
         list(json_lines(folder / target, []))
     else:
-        list(json_list(folder / target, []))
+        list(json_rows(folder / target, []))
         if target == "rows.json":
             list(streamed_list(folder / target, []))
 

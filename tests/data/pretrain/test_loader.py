@@ -513,7 +513,7 @@ def test_only_bad_shards_raise_data_error(tmp_path, stream, workers):
 def test_endless_order():
     sampler = EndlessSampler(25, 10)
     assert sampler.samples_in_epoch(0) == 30
-    steps = list(islice(sampler.steps(20, 10), 5))
+    steps = list(islice(sampler.global_batches(20, 10), 5))
     assert [(step.epoch, step.consumed) for step in steps] == [
         (0, 30), (1, 40), (1, 50), (1, 60), (2, 70),
     ]  # fmt: skip

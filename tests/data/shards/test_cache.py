@@ -136,7 +136,7 @@ def test_eviction_is_lru_and_spares_files_in_use(server, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"cache\.limit [\d,]+ bytes is too small: everything.*"):
         cache.open(file_of(server, 3))
     assert held(cache) == [0, 1, 2]
-    assert cache.used() <= cache.limit
+    assert cache.bytes_used() <= cache.limit
     # A reader that is asked for room closes what it holds.
     cache.on_full.append(lambda: os.close(more.pop()) if more else None)
     assert content(cache.open(file_of(server, 3))) == original(server, 3)
@@ -165,7 +165,7 @@ def test_unlisted_files_in_the_cache_folder_stay(server, tmp_path):
     (cache.folder / "fetched.json").write_text(json.dumps(listed))
     for file in files[1:]:
         os.close(cache.open(file))
-        assert cache.used() == file.bytes
+        assert cache.bytes_used() == file.bytes
     assert [path.read_bytes() for path in others] == [b"mine"] * len(others)
     assert not cache.holds(files[0])
 
@@ -234,13 +234,13 @@ def test_files_renamed_during_a_count_are_counted(server, tmp_path, monkeypatch)
     path.rename(part)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", renamed_after_each_look)
-        assert cache.used() >= first.bytes
+        assert cache.bytes_used() >= first.bytes
     path.rename(part)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", renamed_after_each_look)
         os.close(cache.open(second))
     assert looks > 1
-    assert cache.used() == room_for(server, 0, 1)
+    assert cache.bytes_used() == room_for(server, 0, 1)
 
 
 def test_files_renamed_during_an_eviction_are_counted(server, tmp_path, monkeypatch):
@@ -316,7 +316,7 @@ def test_killed_downloads_are_not_read(server, tmp_path):
     assert held(cache) == []
     [part] = folder.glob("*/*.part")
     assert 0 < part.stat().st_size < file.bytes
-    assert cache.used() == file.bytes  # counted in full, as if it were going on
+    assert cache.bytes_used() == file.bytes  # counted in full, as if it were going on
     assert content(cache.open(file)) == original(server, 1)
     assert not part.exists()
 

@@ -16,7 +16,7 @@ from vlp.data.stream.sampler import SampleIndex, SlidingSampler, Source, Trainin
 
 def epoch_of(order, epoch, size):
     batches = []
-    for step in order.steps(order.samples_before(epoch), size):
+    for step in order.global_batches(order.samples_before(epoch), size):
         if step.epoch != epoch:
             return batches
         batches.append(order.slots(step.epoch, step.start, size))
@@ -90,7 +90,7 @@ def test_ranks_share_every_batch(run, world):
         with pytest.raises(ConfigError, match=f"{world} ranks cannot share"):
             order.slots(0, 0, size, 0, world)
         return
-    for step in islice(order.steps(0, size), 5):
+    for step in islice(order.global_batches(0, size), 5):
         apart = [order.slots(step.epoch, step.start, size, r, world) for r in range(world)]
         assert {len(slots) for slots in apart} == {size // world}
         whole = order.slots(step.epoch, step.start, size)
@@ -116,12 +116,12 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other)
             assert len(seen) == step.consumed
         return steps[-1].consumed if steps else consumed
 
-    consumed = take(list(islice(order.steps(0, streams * each), stop)), streams * each)
+    consumed = take(list(islice(order.global_batches(0, streams * each), stop)), streams * each)
     # A fresh process knows the number alone.
     order = TrainingSampler(pools, streams, window, seed)
     rest = []
     end = order.locate(consumed)[0] + 2
-    for step in order.steps(consumed, streams * other):
+    for step in order.global_batches(consumed, streams * other):
         if step.epoch >= end:
             break
         rest.append(step)
@@ -256,7 +256,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
 ):  # fmt: skip
     sampler = kind([Source(sizes, weight), Source([3, 1], 0.5)], streams, window, 0)
     batch = streams * each
-    consumed = [0, *(step.consumed for step in islice(sampler.steps(0, batch), start))][-1]
+    consumed = [0, *(step.consumed for step in islice(sampler.global_batches(0, batch), start))][-1]
     for rank in range(streams):
         asked = set()
         at_once = concurrent_shards(sampler, batch, consumed, rank, streams)

@@ -11,8 +11,8 @@ from vlp.data.text.word_boxes import (
     OTHER,
     OWN,
     patches_in_box,
+    token_positions,
     word_patches,
-    word_positions,
     word_text,
     words_with_boxes,
 )
@@ -24,7 +24,7 @@ def test_pieces_of_a_word_stand_together():
         bert_tokenizer({piece: place for place, piece in enumerate([*SPECIALS, *words])}), 12
     )
     pieces = text.words("a red circle, a Square unheard")
-    positions = word_positions(pieces)
+    positions = token_positions(pieces)
     texts = [word_text(pieces, places) for places in positions]
     assert texts == ["a", "red", "circle", ",", "a", "square", "[UNK]"]
     assert [list(places) for places in positions][1] == [2, 3]

@@ -19,7 +19,7 @@ from raw_images import files_of, raw_image
 
 from data_tools.__main__ import main
 from data_tools.builder import write_shard as shard_job
-from data_tools.builder.build import BuildOptions, Refused, SampleSpec, build_in_steps
+from data_tools.builder.build import BuildOptions, Fault, SampleSpec, build_in_steps
 from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals
 from vlp.config import ConfigError
@@ -72,7 +72,7 @@ def failures_of(manifest):
 def test_shards_hold_what_was_wanted_and_the_manifest_what_failed(places, tmp_path):
     out = tmp_path / "out"
     samples = [
-        Refused("torn page", "page 7"),
+        Fault("torn page", "page 7"),
         *map(wanted, range(12)),
         wanted(2),
         wanted(13)._replace(key="a.b"),

@@ -164,7 +164,7 @@ def jsonl(root):
     return [str(root / "table.jsonl")]
 
 
-def json_list(root):
+def json_rows(root):
     table = [{"image": name, "caption": captions_of(name)} for name in images()]
     write(root, {**images(), "table.json": json.dumps(table).encode()})
     return [str(root / "table.json")]
@@ -279,7 +279,7 @@ def karpathy(root):
 
 FORMS = (
     *(folder, imagefolder_jsonl, imagefolder_csv, csv_file, csv_in_folder, tar_of_a_table),
-    *(csv_gz_with_windows_paths, csv_of_lists, csv_of_arrays, tsv_named, tokens, jsonl, json_list),
+    *(csv_gz_with_windows_paths, csv_of_lists, csv_of_arrays, tsv_named, tokens, jsonl, json_rows),
     *(json_mapping, json_under_a_key, json_by_column, parquet_paths, parquet_bytes),
     *(parquet_structs, saved, streamed, img2dataset_tars, img2dataset_files, tar_gz),
     *(zip_of_imagefolder, unsorted_tar, karpathy),

@@ -182,7 +182,7 @@ def test_rows_of_a_table_that_lead_out_of_its_folder_are_counted_and_not_read(tm
 # VLP_FUZZ_IMPORT says how many.
 TRIES = int(os.environ.get("VLP_FUZZ_IMPORT", "6"))
 MUTATED = [
-    *(own_forms.folder, own_forms.imagefolder_jsonl, own_forms.csv_file, own_forms.json_list),
+    *(own_forms.folder, own_forms.imagefolder_jsonl, own_forms.csv_file, own_forms.json_rows),
     *(own_forms.parquet_structs, own_forms.saved, own_forms.tar_gz, own_forms.zip_of_imagefolder),
     *(own_forms.unsorted_tar, own_forms.karpathy),
 ]

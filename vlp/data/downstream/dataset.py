@@ -89,10 +89,10 @@ def panels(image: Image.Image, count: int) -> list[Image.Image]:
 
 
 Example = TypeVar("Example")
-Slotted = TypeVar("Slotted", bound=Slots)
+TaskBatch = TypeVar("TaskBatch", bound=Slots)
 
 
-class DownstreamDataset(Generic[Example, Slotted]):
+class DownstreamDataset(Generic[Example, TaskBatch]):
     """Base of the tasks' datasets; subclasses implement `make`, `blank` and `batch`."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
@@ -108,7 +108,7 @@ class DownstreamDataset(Generic[Example, Slotted]):
 
     def batch(
         self, examples: list[Example], valid: Tensor, skipped: tuple[SkippedSample, ...]
-    ) -> Slotted:
+    ) -> TaskBatch:
         """Stack at least one example into a batch; `valid` (B,) bool."""
         raise NotImplementedError
 
@@ -122,7 +122,9 @@ class DownstreamDataset(Generic[Example, Slotted]):
         self.require_truth(example, item)
         return example
 
-    def collate(self, examples: list[Example], skipped: tuple[SkippedSample, ...] = ()) -> Slotted:
+    def collate(
+        self, examples: list[Example], skipped: tuple[SkippedSample, ...] = ()
+    ) -> TaskBatch:
         """Return a batch; without a good example it is a blank row with `valid` False."""
         valid = torch.ones(len(examples), dtype=torch.bool)
         if not examples:

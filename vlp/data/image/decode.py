@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 256
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
-_ORIENTED = (b"Raw profile type exif", b"XML:com.adobe.xmp")
+_ORIENTATION_CHUNKS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 
 # Transposition that puts an image upright, by EXIF orientation.
 TURNS = {
@@ -91,7 +91,7 @@ def open_image(data: bytes, where: str) -> Image.Image:
     """Open an image by its header; BadSample beyond `vlp.data.limits`, else the decoder's error."""
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(where, f"more than {MAX_IMAGE_BYTES} bytes")
-    file = _Metered(_without_text_chunks(data) if data.startswith(_PNG) else data)
+    file = _MeteredBytes(_without_text_chunks(data) if data.startswith(_PNG) else data)
     image = Image.open(file, formats=FORMATS)
     file.reads_left = _MAX_READS
     if image.format == "PNG" and "transparency" in image.info:
@@ -114,7 +114,7 @@ def _without_text_chunks(data: bytes) -> bytes:
     for _ in range(_MAX_READS):
         kind = data[position + 4 : position + 8]
         end = position + 12 + int.from_bytes(data[position : position + 4])
-        if kind in _TEXT_CHUNKS and not data.startswith(_ORIENTED, position + 8):
+        if kind in _TEXT_CHUNKS and not data.startswith(_ORIENTATION_CHUNKS, position + 8):
             parts.append(data[start:position])
             start = end
         if (position := end) >= len(data):
@@ -131,7 +131,7 @@ def _scale_transparency(image: Image.Image, depth: int) -> None:
         image.info["transparency"] = tuple(part >> 8 for part in level)
 
 
-class _Metered(BytesIO):
+class _MeteredBytes(BytesIO):
     """Bytes of an image with a limit on reads, as Pillow takes minutes or gigabytes for some."""
 
     def __init__(self, data: bytes) -> None:

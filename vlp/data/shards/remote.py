@@ -312,7 +312,7 @@ class _Failure(NamedTuple):
     may_pass: bool
 
 
-class _Full(Exception):
+class _CacheFull(Exception):
     """A full cache in which every file is being read or downloaded."""
 
 
@@ -349,13 +349,13 @@ class ShardCache:
         while True:
             try:
                 # The handle holds a shared lock, so that no process evicts the file.
-                handle = _open_whole(path, file.bytes)
+                handle = _open_complete(path, file.bytes)
                 if handle is not None:
                     return handle
                 self._fill(file, path)
             except OSError as error:
                 raise DataError(f"data.cache.folder {self.folder}: {error.strerror}") from error
-            except _Full:
+            except _CacheFull:
                 for release in self.on_full:
                     release()
                 if time.monotonic() > deadline:
@@ -379,7 +379,7 @@ class ShardCache:
                 threading.Thread(target=self._fetch_all, args=(queue,), daemon=True).start()
         self._background[1].put(file)
 
-    def used(self) -> int:
+    def bytes_used(self) -> int:
         """Return the bytes of all files; files being downloaded count with their full length."""
         return sum(size for _, size, _ in self._files())
 
@@ -387,7 +387,7 @@ class ShardCache:
         while True:
             file = queue.get()
             path = self.folder / file.path
-            with suppress(BadSample, DataError, _Full, OSError):
+            with suppress(BadSample, DataError, _CacheFull, OSError):
                 self._check(file)
                 if path.exists():
                     os.utime(path)  # read soon: other files are evicted before it
@@ -438,7 +438,11 @@ class ShardCache:
         except (FileNotFoundError, PermissionError) as error:
             self._fail(file, BadSample("missing shard", f"{where} ({error})"), error)
         except Unreachable as error:
-            kind = "corrupt shard" if isinstance(error.__cause__, _Incomplete) else "missing shard"
+            kind = (
+                "corrupt shard"
+                if isinstance(error.__cause__, _IncompleteDownload)
+                else "missing shard"
+            )
             self._fail(file, BadSample(kind, f"{where} ({error})"), error)
 
     def _fail(self, file: CachedFile, bad: BadSample, cause: Exception) -> NoReturn:
@@ -463,8 +467,8 @@ class ShardCache:
                 if excess > 0 and _remove_unused(path):
                     excess -= size
             # Counted again: a file missing at its path may have been renamed instead of removed.
-            if self.used() > self.limit:
-                raise _Full
+            if self.bytes_used() > self.limit:
+                raise _CacheFull
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
         """Yield the last use (seconds since 1970), full length and path of every file."""
@@ -493,19 +497,19 @@ class ShardCache:
         self.__init__(state["folder"], state["limit"])  # type: ignore[misc]
 
 
-class _Incomplete(Exception):
+class _IncompleteDownload(Exception):
     """Download that differs from the index or the manifest."""
 
 
 def _require_complete(file: CachedFile, part: Path) -> None:
     size = part.stat().st_size
     if size != file.bytes:
-        raise _Incomplete(f"received {size:,} bytes, the index says {file.bytes:,}")
+        raise _IncompleteDownload(f"received {size:,} bytes, the index says {file.bytes:,}")
     if file.sha256 is not None and sha256_of(part) != file.sha256:
-        raise _Incomplete("the SHA-256 differs from the manifest's")
+        raise _IncompleteDownload("the SHA-256 differs from the manifest's")
 
 
-def _open_whole(path: Path, size: int) -> int | None:
+def _open_complete(path: Path, size: int) -> int | None:
     """Return a handle with a shared lock on a complete file of the cache, else None."""
     try:
         handle = os.open(path, os.O_RDONLY | _FLAGS)

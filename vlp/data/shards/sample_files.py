@@ -193,7 +193,7 @@ def group_by_key(members: Iterable[Member]) -> list[SampleFiles]:
 def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     """Read a sample with its images; `read` returns a member's bytes. Raises BadSample."""
     if sample.repeated:
-        raise _repeated(where)
+        raise _duplicate_key(where)
     image_extension = next((name for name in IMAGES if name in sample.files), None)
     if image_extension is None:
         names = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
@@ -224,7 +224,7 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
     dropped, but never questions, expressions or a label, which would be lost.
     """
     if sample.repeated:
-        raise _repeated(where)
+        raise _duplicate_key(where)
     _require_small_texts(sample, where)
     json, text, label = (sample.files.get(name) for name in _TEXTS)
     try:
@@ -268,7 +268,7 @@ def _without_fields(content: bytes, invalid: set[int | str]) -> Annotation:
         return Annotation()
 
 
-def _repeated(where: str) -> BadSample:
+def _duplicate_key(where: str) -> BadSample:
     return BadSample(
         "duplicate key", f"{where} (came before; the files of one sample must follow each other)"
     )

@@ -109,35 +109,36 @@ class ShardAwareBatchSampler:
 
     def __iter__(self) -> Iterator[BatchRequest]:
         ahead = self._ahead() if self._fetchers else None
-        for step in islice(self._sampler.steps(self._consumed, self._batch), self._stop_after):
-            slots = self._sampler.slots(step.epoch, step.start, self._batch, *self._share)
-            requests = [Request(step.epoch, index) for index in slots]
+        batches = self._sampler.global_batches(self._consumed, self._batch)
+        for batch in islice(batches, self._stop_after):
+            slots = self._sampler.slots(batch.epoch, batch.start, self._batch, *self._share)
+            requests = [Request(batch.epoch, index) for index in slots]
             yield BatchRequest(requests, [] if ahead is None else next(ahead))
 
     def _ahead(self) -> Iterator[list[tuple[int, int]]]:
-        """Yield each batch's shards to prefetch; a window's shards are spread over batches."""
+        """Yield each batch's shards to prefetch; a unit's shards are spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
         last, per_batch = (-1, 0), 0
-        for step in self._sampler.steps(self._consumed, self._batch):
-            new = [window for window in self._windows(step) if window > last]
+        for batch in self._sampler.global_batches(self._consumed, self._batch):
+            new = [unit for unit in self._units(batch) if unit > last]
             per_batch = per_batch if waiting else 0
-            for window in new:
-                waiting.extend(self._sampler.shards_of_window(*window, *self._share))
-                last = window
+            for unit in new:
+                waiting.extend(self._sampler.shards_of_unit(*unit, *self._share))
+                last = unit
             per_batch = max(per_batch, -(-len(waiting) // self._fetchers))
             yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
-    def _windows(self, step: GlobalBatch) -> list[tuple[int, int]]:
-        """Return (epoch, index) of the windows that a batch reads, and of the window after."""
-        position = step.start + self._batch // self._sampler.streams
-        length = self._sampler.prefetch_window
-        end = min(-(-position // length), self._sampler.windows_in_epoch(step.epoch))
-        windows = [(step.epoch, number) for number in range(step.start // length, end)]
-        return [*windows, self._after(*windows[-1])]
+    def _units(self, batch: GlobalBatch) -> list[tuple[int, int]]:
+        """Return (epoch, number) of the prefetch units that a batch reads, and of the next one."""
+        end = batch.start + self._batch // self._sampler.streams
+        length = self._sampler.prefetch_unit
+        stop = min(-(-end // length), self._sampler.units_in_epoch(batch.epoch))
+        units = [(batch.epoch, number) for number in range(batch.start // length, stop)]
+        return [*units, self._next_unit(*units[-1])]
 
-    def _after(self, epoch: int, window: int) -> tuple[int, int]:
-        if window + 1 < self._sampler.windows_in_epoch(epoch):
-            return epoch, window + 1
+    def _next_unit(self, epoch: int, number: int) -> tuple[int, int]:
+        if number + 1 < self._sampler.units_in_epoch(epoch):
+            return epoch, number + 1
         epoch += 1
         while not self._sampler.samples_in_epoch(epoch):
             epoch += 1
@@ -147,7 +148,7 @@ class ShardAwareBatchSampler:
 def concurrent_shards(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
-    """Return the (source, shard) pairs of a rank's current and next windows."""
+    """Return the (source, shard) pairs of a rank's current and next prefetch units."""
     return set(
         next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
     )
@@ -208,8 +209,8 @@ class OrderedData:
         current, _ = self.sampler.locate(samples_consumed)
         if current >= epochs:
             return 0
-        steps = self.sampler.steps(samples_consumed, self.batch)
-        left = sum(1 for _ in takewhile(lambda step: step.epoch == current, steps))
+        batches = self.sampler.global_batches(samples_consumed, self.batch)
+        left = sum(1 for _ in takewhile(lambda batch: batch.epoch == current, batches))
         return left + sum(map(self.batches_in_epoch, range(current + 1, epochs)))
 
     def batches(
@@ -228,7 +229,7 @@ class OrderedData:
         self.sampler.locate(samples_consumed)
         self.sampler.samples_of_rank(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
-        return self._checked(loader, samples_consumed, rank, world_size, stop_after)
+        return self._checked_batches(loader, samples_consumed, rank, world_size, stop_after)
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
@@ -251,7 +252,7 @@ class OrderedData:
             **worker_settings(self.workers, prefetch=4),
         }
 
-    def _checked(
+    def _checked_batches(
         self,
         loader: DataLoader[Any],
         samples_consumed: int,
@@ -262,10 +263,10 @@ class OrderedData:
         try:
             with open_loader(loader) as batches:
                 watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
-                steps = islice(self.sampler.steps(samples_consumed, self.batch), stop_after)
-                for step, batch in zip(steps, batches):
-                    watch.update(step.epoch, batch)
-                    yield batch, step.consumed
+                global_batches = self.sampler.global_batches(samples_consumed, self.batch)
+                for global_batch, batch in zip(islice(global_batches, stop_after), batches):
+                    watch.update(global_batch.epoch, batch)
+                    yield batch, global_batch.consumed
         except DataError as error:
             raise type(error)(error.plain_message) from error
 

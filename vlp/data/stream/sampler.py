@@ -81,13 +81,14 @@ class TrainingSampler:
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
         self._epochs: LRUCache[EpochLayout] = LRUCache(2)
-        # Each stream's current window with its (epoch, index), as streams only move forward.
-        self._windows: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
+        # The order of each stream's current window with its (epoch, number), as streams only move
+        # forward.
+        self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._position_type = np.min_scalar_type(window)
 
     @property
-    def prefetch_window(self) -> int:
-        """Samples of a stream that are prefetched at a time."""
+    def prefetch_unit(self) -> int:
+        """Samples of a stream that are prefetched together: a window."""
         return self.window
 
     def samples_before(self, epoch: int) -> int:
@@ -129,8 +130,8 @@ class TrainingSampler:
             )
         return low, within // self.streams
 
-    def steps(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
-        """Yield global batches of `size` slots from `consumed` samples on, without end."""
+    def global_batches(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
+        """Yield the global batches of `size` slots after `consumed` samples, without end."""
         per_stream = self._per_stream(size)
         epoch, start = self.locate(consumed)
         while True:
@@ -159,12 +160,12 @@ class TrainingSampler:
         samples = iter(self._epoch(epoch).samples(positions[filled]))
         return [next(samples) if full else None for full in filled.ravel()]
 
-    def shards_of_window(
-        self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
+    def shards_of_unit(
+        self, epoch: int, unit: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List the (source, shard) pairs that a rank reads in a window; empty after the epoch."""
+        """List the (source, shard) pairs of a rank's prefetch unit; empty after the epoch's end."""
         bounds = self._bounds(epoch, streams_of_rank(self.streams, rank, world_size))
-        starts = bounds[:-1] + window_index * self.window
+        starts = bounds[:-1] + unit * self.window
         stops = np.minimum(starts + self.window, bounds[1:])
         layout = self._epoch(epoch)
         shards: dict[tuple[int, int], None] = {}
@@ -172,10 +173,10 @@ class TrainingSampler:
             shards.update(dict.fromkeys(layout.shards(start, stop)))
         return list(shards)
 
-    def windows_in_epoch(self, epoch: int) -> int:
-        """Return the number of windows of the longest stream."""
+    def units_in_epoch(self, epoch: int) -> int:
+        """Return the number of prefetch units of the longest stream."""
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
-        return -(-longest // self.prefetch_window)
+        return -(-longest // self.prefetch_unit)
 
     def _per_stream(self, size: int) -> int:
         if size % self.streams:
@@ -204,11 +205,11 @@ class TrainingSampler:
         return np.concatenate(parts)
 
     def _permutation(self, epoch: int, stream: int, window_index: int, size: int) -> np.ndarray:
-        key, permutation = self._windows.get(stream, (None, None))
+        key, permutation = self._orders.get(stream, (None, None))
         if key != (epoch, window_index) or permutation is None:
             rng = make_rng(self.seed, epoch, stream, f"window {window_index}")
             permutation = rng.permutation(size).astype(self._position_type)
-            self._windows[stream] = (epoch, window_index), permutation
+            self._orders[stream] = (epoch, window_index), permutation
         return permutation
 
     def _epoch(self, epoch: int) -> EpochLayout:
@@ -264,8 +265,8 @@ class EndlessSampler:
         """Return the epoch, and the samples consumed of it, after `consumed` samples."""
         return divmod(consumed, self.samples_in_epoch(0))
 
-    def steps(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
-        """Yield global batches of `size` slots from `consumed` samples on, without end."""
+    def global_batches(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
+        """Yield the global batches of `size` slots after `consumed` samples, without end."""
         while True:
             epoch, start = self.locate(consumed)
             consumed += size
@@ -308,7 +309,8 @@ class _Timeline(NamedTuple):
 
     starts: np.ndarray  # (chunks + 1,): position of each chunk's first sample; the stream's length
     first_blocks: np.ndarray  # (chunks,): first block that may have samples of the chunk
-    cumulative: list[np.ndarray]  # of each chunk, (blocks,): its samples up to each block's end
+    # Of each chunk, (its blocks,): its samples up to each block's end, from its first block on.
+    cumulative: list[np.ndarray]
     ends: np.ndarray  # (blocks,): samples of the stream up to each block's end
 
 
@@ -325,20 +327,20 @@ class SlidingSampler(TrainingSampler):
         self._timelines: LRUCache[_Timeline] = LRUCache(2 * streams)
 
     @property
-    def prefetch_window(self) -> int:
-        """Samples of a stream that are prefetched at a time: a block."""
+    def prefetch_unit(self) -> int:
+        """Samples of a stream that are prefetched together: a block."""
         return max(1, self.window // _BLOCKS)
 
-    def shards_of_window(
-        self, epoch: int, window_index: int, rank: int = 0, world_size: int = 1
+    def shards_of_unit(
+        self, epoch: int, unit: int, rank: int = 0, world_size: int = 1
     ) -> list[tuple[int, int]]:
-        """List the (source, shard) pairs that a rank reads in a block, which is the window here."""
+        """List the (source, shard) pairs of a rank's prefetch unit."""
         streams = streams_of_rank(self.streams, rank, world_size)
         shards: dict[tuple[int, int], None] = {}
         for first, stream in zip(self._bounds(epoch, streams).tolist(), streams):
             timeline = self._timeline(epoch, stream)
-            start = window_index * self.prefetch_window
-            stop = min(start + self.prefetch_window, int(timeline.starts[-1]))
+            start = unit * self.prefetch_unit
+            stop = min(start + self.prefetch_unit, int(timeline.starts[-1]))
             for block in _blocks(timeline, start, stop):
                 for chunk in _open_chunks(timeline, block):
                     position = first + int(timeline.starts[chunk])
@@ -380,10 +382,11 @@ class SlidingSampler(TrainingSampler):
     def _new_timeline(self, epoch: int, stream: int) -> _Timeline:
         first, stop = self._bounds(epoch, range(stream, stream + 1)).tolist()
         starts = np.append(self._epoch(epoch).starts(first, stop), stop) - first
-        sizes, length, block = np.diff(starts), stop - first, self.prefetch_window
+        sizes, length, block = np.diff(starts), stop - first, self.prefetch_unit
         begins = np.maximum(starts[:-1] + (sizes - self.window) / 2, 0)
         ends = np.minimum(starts[:-1] + (sizes + self.window) / 2, length)
         first_blocks = (begins // block).astype(np.int64)
+        # Subtracted before rounding up, so that chunks do not all begin their blocks alike.
         shifts = make_rng(self.seed, epoch, stream, "shifts").random(len(sizes))
         counts = np.zeros(-(-length // block), dtype=np.int64)
         cumulative = []
@@ -399,10 +402,10 @@ class SlidingSampler(TrainingSampler):
 
     def _block(self, epoch: int, stream: int, block: int) -> np.ndarray:
         """Return a block's samples in shuffled order, as positions in the stream."""
-        cached = self._windows.get(stream)
+        cached = self._orders.get(stream)
         if cached is None or cached[0] != (epoch, block):
             positions = self._shuffle_block(epoch, stream, block)
-            cached = self._windows[stream] = (epoch, block), positions
+            cached = self._orders[stream] = (epoch, block), positions
         return cached[1]
 
     def _shuffle_block(self, epoch: int, stream: int, block: int) -> np.ndarray:

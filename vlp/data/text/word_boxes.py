@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vlp.data.boxes import overlaps
-from vlp.data.schema import Annotation, caption_numbers
+from vlp.data.schema import Annotation, caption_indices
 
 
 def patches_in_box(
@@ -38,18 +38,14 @@ OWN, OTHER = 1, 2
 
 
 class WordBox(NamedTuple):
-    """Word `position` of caption `caption`, which names the `kind` of the object in `box`.
+    """A word of a caption, with the box of the object that it names, or of one of several."""
 
-    It may also name that of an object in `others`.
-    """
-
-    caption: int
-    position: int
+    caption_index: int  # in `captions_of`
+    word_index: int  # among words and punctuation marks, as BERT splits the caption
     word: str
-    kind: str  # as in `Word`
-    # [x, y, width, height] in pixels, like `others`.
-    box: tuple[float, ...]
-    others: tuple[tuple[float, ...], ...] = ()
+    kind: str  # as in `schema.Word`
+    box: tuple[float, ...]  # [x, y, width, height] in pixels
+    others: tuple[tuple[float, ...], ...] = ()  # further boxes that the word may name
 
     @property
     def boxes(self) -> tuple[tuple[float, ...], ...]:
@@ -58,13 +54,14 @@ class WordBox(NamedTuple):
 
 
 def words_with_boxes(annotation: Annotation) -> list[WordBox]:
-    """Return the words that have boxes; `caption` counts in `captions_of`."""
+    """Return the words that have boxes."""
     if not annotation.words:
         return []
-    index = {number: position for position, number in enumerate(caption_numbers(annotation))}
+    # From indices among all captions to indices among those that are not empty.
+    new_index = {old: new for new, old in enumerate(caption_indices(annotation))}
     return [
         WordBox(
-            index[word.caption],
+            new_index[word.caption],
             word.index,
             word.word,
             word.kind,
@@ -72,51 +69,50 @@ def words_with_boxes(annotation: Annotation) -> list[WordBox]:
             tuple(tuple(box) for box in word.others or ()),
         )
         for word in annotation.words
-        if word.caption in index
+        if word.caption in new_index
     ]
 
 
-def word_positions(pieces: Sequence[str]) -> list[range]:
-    """Return each word's token positions, given word pieces with [CLS] and [SEP] at the ends."""
+def token_positions(pieces: Sequence[str]) -> list[range]:
+    """Return the token positions of each word, given a caption's pieces from [CLS] to [SEP]."""
     last = len(pieces) - 1
     starts = [position for position in range(1, last) if not pieces[position].startswith("##")]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], last])]
 
 
 def word_text(pieces: Sequence[str], positions: range) -> str:
-    """Return the word at some positions, as normalised by the tokenizer."""
+    """Return the word at token positions, as normalised by the tokenizer."""
     return "".join(pieces[position].removeprefix("##") for position in positions)
 
 
 def word_patches(
     annotation: Annotation,
-    caption: int,
+    caption_index: int,
     pieces: Sequence[str],
-    tokens: int,
+    max_tokens: int,
     grid: tuple[int, int],
     size: tuple[int, int],
 ) -> NDArray[np.int8]:
-    """Return (tokens, patches) int8 of a caption: OWN, OTHER, or 0; tokens without a box have 0.
+    """Return (max_tokens, patches) int8 of a caption: OWN, OTHER, or 0 (tokens without a box).
 
-    `pieces` include [CLS] and [SEP]; `tokens` is the padded length; `size` is (width, height).
-    A box outside the image counts as none.
+    `pieces` are the caption's, from [CLS] to [SEP]; `size` is the image's (width, height). Boxes
+    outside the image are ignored.
     """
-    patches = np.zeros((tokens, grid[0] * grid[1]), dtype=np.int8)
+    patches = np.zeros((max_tokens, grid[0] * grid[1]), dtype=np.int8)
     words = words_with_boxes(annotation)
     # Many words name few objects: the patches of a box are computed once.
     boxes = {box for word in words for box in word.boxes if overlaps(box, size)}
     inside = {box: patches_in_box(box, grid, size) for box in boxes}
-    positions = word_positions(pieces)
+    positions_by_word = token_positions(pieces)
     for word in words:
-        if word.caption != caption or word.position >= len(positions):
-            continue
-        own_patches = [inside[box] for box in word.boxes if box in inside]
-        if not own_patches:
+        is_cut = word.word_index >= len(positions_by_word)
+        own_masks = [inside[box] for box in word.boxes if box in inside]
+        if word.caption_index != caption_index or is_cut or not own_masks:
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
         for mask in inside.values():
             row[mask] = OTHER
-        for mask in own_patches:
+        for mask in own_masks:
             row[mask] = OWN
-        patches[list(positions[word.position])] = row
+        patches[list(positions_by_word[word.word_index])] = row
     return patches
