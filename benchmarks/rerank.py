@@ -32,7 +32,7 @@ from evaluation.retrieval.rerank import (
     search,
 )
 from evaluation.retrieval.retrieval import DIRECTIONS, Direction
-from evaluation.work_sharding import ProcessGroup, inference
+from evaluation.work_sharding import ProcessGroup, evaluation_autocast
 from vlp.config import Precision
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
@@ -272,7 +272,7 @@ class CandidateSet:
         row = torch.arange(self.sizes.nearest, device=device)
         images = images.select(row % len(images.states))
         texts = texts.select(row % len(texts.states))
-        with inference(device, self.loop_precision):
+        with evaluation_autocast(device, self.loop_precision):
             return self.model.match(images, texts).float().cpu().numpy()
 
     def ours(self, pairs: CandidatePairs) -> NDArray[np.float32]:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from evaluation.encoder import count_cut, require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
-from evaluation.work_sharding import ProcessGroup, evaluating, inference, item_blocks
+from evaluation.work_sharding import ProcessGroup, evaluating, evaluation_autocast, item_blocks
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SkippedSample
@@ -182,7 +182,7 @@ def embed(
 
     def encode(encoder: Callable[..., Any], *inputs: torch.Tensor) -> NDArray[np.floating]:
         on_device = (part.to(torch_device, non_blocking=True) for part in inputs)
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             feature = encoder(*on_device).feature
         return require_finite(feature.float().cpu().numpy())
 

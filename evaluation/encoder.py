@@ -26,7 +26,7 @@ from evaluation.samples import (
     count_kinds,
     format_kinds,
 )
-from evaluation.work_sharding import ProcessGroup, inference
+from evaluation.work_sharding import ProcessGroup, evaluation_autocast
 from vlp.data.schema import normalised_caption
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
@@ -286,13 +286,13 @@ class Encoder:
         if inputs is None:
             return Block(None, (usable, skipped))
         inputs = inputs.to(self.device, non_blocking=True)
-        with torch.no_grad(), inference(self.device, self.precision):
+        with torch.no_grad(), evaluation_autocast(self.device, self.precision):
             return Block(self.loaded.model.encode_image(inputs), (usable, skipped))
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[_rows(block, self.batch)] for part in self._tokens))
         inputs = (part[:, : self.text_lengths[block]].to(self.device) for part in tokens)
-        with torch.no_grad(), inference(self.device, self.precision):
+        with torch.no_grad(), evaluation_autocast(self.device, self.precision):
             return Block(self.loaded.model.encode_text(*inputs))
 
 

@@ -96,8 +96,11 @@ def evaluating(
 
 
 @contextmanager
-def inference(device: torch.device, precision: Precision | None) -> Iterator[None]:
-    """Compute in a precision; None: bf16 autocast and TF32 on a GPU with bf16, else float32."""
+def evaluation_autocast(device: torch.device, precision: Precision | None) -> Iterator[None]:
+    """Set autocast for an evaluation; None: bf16 and TF32 on a GPU with bf16, else float32.
+
+    Gradients are as outside.
+    """
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):
             yield

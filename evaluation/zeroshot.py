@@ -25,7 +25,7 @@ from evaluation.work_sharding import (
     clustered_figures,
     evaluate_blocks,
     evaluating,
-    inference,
+    evaluation_autocast,
     set_scores,
 )
 from vlp.data.labelled_images import LabelledImage, open_labelled
@@ -181,12 +181,12 @@ def evaluate_zeroshot(
 
     def encode(texts: Sequence[str]) -> TextFeatures:
         tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             return model.encode_text(*tokens)
 
     def score_block(examples: Sequence[tuple[LabelledImage, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([item for _, item in examples]).to(torch_device)
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             image = model.encode_image(pixels)
         # In float64, ties are equal prompts, not rounding.
         image_features = require_finite(image.feature.double().cpu().numpy())
@@ -194,7 +194,7 @@ def evaluate_zeroshot(
         stages = {"dual": similarity}
         if top:
             nearest = np.argsort(-similarity, axis=1, kind="stable")[:, :top]
-            with torch.no_grad(), inference(torch_device, options.precision):
+            with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
                 new_scores = require_finite(_log_odds(model, image, nearest, prompt_features))
             if match_by == "sum":
                 new_scores += np.take_along_axis(similarity, nearest, axis=1) / temperature

@@ -6,8 +6,9 @@
     DS_ACCELERATOR=cpu deepspeed --num_accelerators 2 launch/pretrain.py --config FILE
     python launch/pretrain.py --config FILE training.steps=100            (one process)
 
-The run's folder is the key `output`. `--resume` continues from its newest good checkpoint, on any
-number of ranks. Exit code 75: stopped by a signal or with its launcher; `--resume` continues.
+The run's folder is the key `output`. `--resume` continues from its newest intact checkpoint, on any
+number of ranks. Exit code 75: stopped by a signal, or because its launcher ended; `--resume`
+continues.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     )
     require_frozen_tower(data.features, task.model)
     require_padding(task.model.text_encoder.tower, data.text.pad_id)
-    for start in filter(None, (config.model.text.weights, config.init_from)):
-        data.text.require_words_of(start)
+    for weights in filter(None, (config.model.text.weights, config.init_from)):
+        data.text.require_words_of(weights)
     if distributed.rank() == 0:
         for report in task.weight_reports:
             print(report, flush=True)
@@ -75,8 +76,8 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
 
 # Samples on which a validation is tried before the training.
 _TRIAL_SAMPLES = 16
-# First samples and global batches of a validation's recalls and losses; Flickr30k's and COCO 1K's
-# test sets have 1000 images.
+# A validation computes recalls on the first samples, as many as Flickr30k's and COCO 1K's test sets
+# have, and losses on the first global batches.
 _RECALL_SAMPLES, _LOSS_BATCHES = 1000, 4
 
 
@@ -157,8 +158,8 @@ def recalls(
 class ValidationLosses:
     """Losses of the first global batches of held-out shards, averaged over pairs.
 
-    Images are not augmented; hard negatives and masks are drawn as in step 0. Of a teacher the
-    losses use the queue of training keys, but no soft targets.
+    Images are not augmented; hard negatives and masks are drawn as in step 0. With a
+    momentum teacher, the losses use its queue of training keys, but not its soft targets.
     """
 
     def __init__(
@@ -191,7 +192,11 @@ class ValidationLosses:
                 output = self._task(batch, 0)
                 losses.append({"total": output.loss, **output.losses})
                 pairs.append(distributed.global_sum(batch.valid.sum()))
-        values = torch.stack([torch.stack([*batch.values()]) for batch in losses]).float().cpu()
+        values = (
+            torch.stack([torch.stack([*step_losses.values()]) for step_losses in losses])
+            .float()
+            .cpu()
+        )
         weights = torch.stack(pairs).float().cpu()
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
         return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}

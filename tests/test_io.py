@@ -213,7 +213,7 @@ def test_commands_refuse_urls(line, capsys, untouched):
 @pytest.mark.parametrize("key", ["output", "data.cache"])
 def test_what_a_run_writes_is_on_a_disk(key):
     value = f"{{folder: '{URL}', limit: 1GB}}" if key == "data.cache" else URL
-    with pytest.raises(ConfigError, match="zz://bucket/folder is a URL; name a folder on a disk"):
+    with pytest.raises(ConfigError, match="zz://bucket/folder is a URL; this key takes"):
         load_config(
             Path(__file__).parents[1] / "configs/pretrain/scenes_tiny.yaml",
             PretrainConfig,

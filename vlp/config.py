@@ -33,7 +33,7 @@ class ConfigError(Redacted, ValueError):
 
 def _require_local(path: str) -> str:
     if as_url(path) is not None:
-        raise ValueError(f"{path} is a URL; name a folder on a disk here")
+        raise ValueError(f"{path} is a URL; this key takes a local path")
     return path
 
 
@@ -127,7 +127,7 @@ def load_plugins(plugins: Iterable[str] = ()) -> None:
 
 
 def _import_plugin(plugin: str) -> None:
-    # Modules are found in the working directory, too, also by console scripts.
+    # Console scripts, unlike `python -m`, do not have the working directory on sys.path.
     name, folder = plugin, os.getcwd()
     if is_file := plugin.endswith(".py"):
         if not Path(plugin).is_file():
@@ -140,7 +140,9 @@ def _import_plugin(plugin: str) -> None:
     except Exception as error:
         raise ConfigError(f"plugin {plugin}: {type(error).__name__}: {error}") from error
     if is_file and Path(module.__file__ or "").resolve() != Path(plugin):
-        raise ConfigError(f"plugin {plugin}: a module {name!r} is there already; rename the file")
+        raise ConfigError(
+            f"plugin {plugin}: the name {name!r} belongs to another module; rename the file"
+        )
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -263,7 +265,8 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
 def _locate(location: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
     """Return the parts of the user's key for pydantic's location, and those that are fields.
 
-    A location also has the kinds of tagged unions, which no key has; indices are no fields.
+    pydantic's location also contains the kinds of tagged unions, which are dropped. Indices of
+    lists are parts of the key, but no fields.
     """
     types: list[type[Config]] = [schema]
     key_parts, field_names = [], []
@@ -286,7 +289,7 @@ def _locate(location: Sequence[str | int], schema: type[Config]) -> tuple[list[s
 
 
 def _nearest(unknown_key: str, schema: type[Config]) -> str:
-    """Return a hint for an unknown key: a similar one in its mapping, one of its name, or any."""
+    """Return a hint: the most similar sibling, else a key of that name, else the closest."""
     # The key itself may be valid for another `kind` of a union.
     keys = [key for key, _ in schema_fields(schema) if key != unknown_key]
     parent, _, name = unknown_key.rpartition(".")
@@ -337,7 +340,8 @@ def load_config(
 
     The file's keys win over those of `inherit: other.yaml` (relative to the file), and overrides
     `a.b=value` over both (see `merge`). The value is YAML: `data.sources=[{path: shards}]`,
-    `teacher=null`, `tasks=["5117e062"]`. Error messages call the overrides `origin`.
+    `teacher=null`, `tasks=["5117e062"]` (quoted, as it would be a number). Error messages call the
+    overrides `origin`.
     """
     values, origins = read_values(path)
     # Formats first: another format replaces the whole mapping, which other overrides then change.
@@ -382,7 +386,7 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def config_file(path: str | Path) -> Path:
-    """Return a configuration's path; a missing `configs/...` is one of the installed package."""
+    """Return a path; a `configs/...` that does not exist is looked up in the installed package."""
     path = Path(path)
     if path.parts[:1] == ("configs",) and not path.exists():
         package_file = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])

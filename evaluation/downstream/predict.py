@@ -26,7 +26,7 @@ from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
 from evaluation.results import UNTRAINED_MATCH
 from evaluation.samples import EvaluationError, single_line_errors
-from evaluation.work_sharding import EvaluatedItems, evaluating, inference
+from evaluation.work_sharding import EvaluatedItems, evaluating, evaluation_autocast
 from vlp.config import ConfigError, Precision
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
@@ -138,14 +138,15 @@ def predict_item(
     """Predict by the folder's task; without a task, whether text and image match.
 
     Args:
-        images: image files, two for a task about pairs, or one with panels, cut as in training.
+        images: image files: one, or for a task about image pairs two, or one with both as panels.
         text: question, hypothesis, statement or caption; None for a captioning model.
     """
     source = load_for_evaluation(folder) if has_task(folder) else load_model(folder)
     _require_inputs(source, len(images), text)
     if isinstance(source, Loaded) and not source.model.match_is_trained:
         raise EvaluationError(
-            f"{folder}: {UNTRAINED_MATCH}; `vlp evaluate retrieval` and `vlp anchors` need no match"
+            f"{folder}: {UNTRAINED_MATCH}; `vlp evaluate retrieval` and `vlp anchors` work "
+            "without it"
         )
     decoded = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
@@ -154,7 +155,7 @@ def predict_item(
         single_line_errors(NotFiniteError),
         torch.no_grad(),
         evaluating(model, device) as run_device,
-        inference(run_device, precision),
+        evaluation_autocast(run_device, precision),
     ):
         if isinstance(source, Loaded):
             features = encode_image(source, decoded[0], run_device)

@@ -22,7 +22,12 @@ from evaluation.jobs import Job
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, cut_notes
 from evaluation.samples import EvaluationError, single_line_errors
-from evaluation.work_sharding import EvaluatedItems, evaluate_blocks, evaluating, inference
+from evaluation.work_sharding import (
+    EvaluatedItems,
+    evaluate_blocks,
+    evaluating,
+    evaluation_autocast,
+)
 from vlp.data.shards.shard_reader import Item
 from vlp.models.folder import Loaded
 from vlp.precision import NotFiniteError
@@ -161,7 +166,7 @@ class TaskEvaluation:
             with (
                 single_line_errors(NotFiniteError),
                 torch.no_grad(),
-                inference(torch_device, options.precision),
+                evaluation_autocast(torch_device, options.precision),
             ):
                 predictions = self.predict(task, inputs, **kwargs)
             return [

@@ -24,7 +24,7 @@ from evaluation.work_sharding import (
     clustered_figures,
     evaluate_blocks,
     evaluating,
-    inference,
+    evaluation_autocast,
     set_scores,
 )
 from vlp.config import Precision
@@ -192,14 +192,14 @@ def _maps(
     model = loaded.model
     pixels = torch.stack([example.pixels for example in examples]).to(device)
     tokens = [torch.cat(parts).to(device) for parts in zip(*(item.tokens for item in examples))]
-    with torch.no_grad(), inference(device, precision):
+    with torch.no_grad(), evaluation_autocast(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     # Tokens whose maps are averaged: of cosines all words, of Grad-CAM also [CLS] and [SEP].
     words, attended = text.word_mask, text.attention_mask
     if head is not None:
         words = attended = words & (words.cumsum(-1) <= head)
     if by == "gradcam":
-        with inference(device, precision):
+        with evaluation_autocast(device, precision):
             maps = grad_cam(model, image, text, layer)
         # (B, N, rows, columns); the mean over tokens with [CLS] is ALBEF's.
         weights = attended[..., None, None]

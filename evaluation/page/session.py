@@ -28,7 +28,7 @@ from evaluation.probes.anchor_maps import map_caption
 from evaluation.results import UNTRAINED_MATCH
 from evaluation.retrieval.gallery import Gallery
 from evaluation.samples import CaptionedSample, EvaluationError, single_line_errors
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.data.image.decode import decode_image, upright_rgb
 from vlp.data.limits import MAX_IMAGE_BYTES, limits
 from vlp.data.schema import Annotation
@@ -157,7 +157,7 @@ class ModelSession:
             single_line_errors(NotFiniteError),
             torch.no_grad(),
             evaluating(task, self.device),
-            inference(self.device, None),
+            evaluation_autocast(self.device, None),
         ):
             return evaluation.predict_item(task, decoded, prompt, self.device)
 
@@ -168,7 +168,7 @@ class ModelSession:
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
             # In float32, as maps of other tabs use the cached features, too.
             features = encoded.features
-            with single_line_errors(NotFiniteError), inference(self.device, None):
+            with single_line_errors(NotFiniteError), evaluation_autocast(self.device, None):
                 return match_probabilities(self.loaded, features, caption)
 
     def ground(self, image: ImageInput, phrase: str) -> tuple[Image.Image, Image.Image]:

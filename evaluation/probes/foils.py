@@ -18,7 +18,7 @@ from evaluation.work_sharding import (
     clustered_figures,
     evaluate_blocks,
     evaluating,
-    inference,
+    evaluation_autocast,
     set_scores,
 )
 from vlp.data.image.decode import decode_image
@@ -59,7 +59,7 @@ def evaluate_foils(
     make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
 
     def score_block(examples: Sequence[tuple[Item, FoiledImage]]) -> list[dict[str, Any]]:
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             return list(_score_pairs(loaded, examples, torch_device))
 
     with evaluating(loaded.model, options.device) as torch_device:

@@ -20,7 +20,7 @@ from evaluation.encoder import require_finite
 from evaluation.options import EvalOptions
 from evaluation.results import Figure, Result, Table, untrained_match_notes
 from evaluation.samples import EvaluationError
-from evaluation.work_sharding import evaluate_blocks, evaluating, inference
+from evaluation.work_sharding import evaluate_blocks, evaluating, evaluation_autocast
 from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import View, apply_view
 from vlp.data.shards.shard_reader import Item, Items
@@ -83,7 +83,7 @@ def evaluate_swaps(
 
     def score_block(examples: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
         swaps = [swap for _, swap in examples]
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             scores = _score(loaded, swaps, torch_device, head)
         return [(swap.kind, row) for swap, row in zip(swaps, scores)]
 

@@ -36,7 +36,12 @@ from evaluation.samples import (
     drop_blank_captions,
     format_kinds,
 )
-from evaluation.work_sharding import ProcessGroup, clustered_figures, evaluating, inference
+from evaluation.work_sharding import (
+    ProcessGroup,
+    clustered_figures,
+    evaluating,
+    evaluation_autocast,
+)
 from vlp.data.boxes import overlaps
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import SkippedSample
@@ -354,7 +359,7 @@ def evaluate_pointing(
     def score_block(block: int) -> tuple[list[WordPointing], torch.Tensor, list[SkippedSample]]:
         block_samples = reader[block]
         usable = [sample for sample in block_samples if isinstance(sample, _PointingSample)]
-        with torch.no_grad(), inference(torch_device, options.precision):
+        with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             words, sums = _score_samples(loaded, usable, torch_device, controls)
         bar.update(len(block_samples))
         return words, sums, [skip for skip in block_samples if isinstance(skip, SkippedSample)]

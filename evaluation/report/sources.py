@@ -147,7 +147,7 @@ def _read(folder: Path, name: str) -> Source:
     source.model = next(
         (path for path in folders if (path / WEIGHTS).is_file() and (path / CONFIG).is_file()), None
     )
-    # The run of a folder `run/model/evaluation`; a model folder's own configuration is JSON.
+    # A folder inside a run, such as `run/model/evaluation`, has the log and report of that run.
     for run in (folder.absolute(), *folder.absolute().parents[:2]):
         if any((run / file).is_file() for file in ("log.jsonl", "config.yaml")):
             if set(folder.absolute().relative_to(run).parts) <= _INNER:

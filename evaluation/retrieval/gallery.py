@@ -12,7 +12,7 @@ from evaluation.encoder import GIBIBYTE, Encoder
 from evaluation.options import EvalOptions
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
-from evaluation.work_sharding import ProcessGroup, evaluating, inference
+from evaluation.work_sharding import ProcessGroup, evaluating, evaluation_autocast
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
@@ -67,7 +67,7 @@ class Gallery:
         model = self.loaded.model
         with torch.no_grad(), evaluating(model, self.encoder.device) as torch_device:
             tokens = [part.to(torch_device) for part in self.loaded.text([text])]
-            with inference(torch_device, self.encoder.precision):
+            with evaluation_autocast(torch_device, self.encoder.precision):
                 query = model.encode_text(*tokens)
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
@@ -94,7 +94,7 @@ class Gallery:
             rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
         query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
-        with inference(self.encoder.device, self.encoder.precision):
+        with evaluation_autocast(self.encoder.device, self.encoder.precision):
             log_odds: list[float] = self.loaded.model.match(
                 images, query.select(query_row)
             ).tolist()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evaluation.encoder import PADDING, BlockCache, Collection
-from evaluation.work_sharding import ProcessGroup, inference
+from evaluation.work_sharding import ProcessGroup, evaluation_autocast
 from vlp.config import Precision
 from vlp.models.itm_scorer import ITMScorer
 
@@ -83,7 +83,7 @@ def _search_chunk(
         similarities = similarity(query, candidate[start : start + candidate_chunk])
         # Ties and NaN count against the model.
         is_ahead = ~(similarities < best[:, None])
-        # Positives in this chunk are not ahead of themselves.
+        # Positives are not counted.
         column = positives - start
         row, entry = ((column >= 0) & (column < similarities.shape[1])).nonzero(as_tuple=True)
         is_ahead[row, column[row, entry]] = False
@@ -218,7 +218,7 @@ def reranked_ranks(
     return np.where(is_positive.any(axis=1), num_ahead, dual.ranks)
 
 
-def list_losses(
+def listwise_losses(
     nearest: NDArray[np.int64], scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Return -log softmax of each query's positives among its nearest, (queries,) in nats.
@@ -241,7 +241,7 @@ def _is_positive(nearest: NDArray[np.int64], positives: NDArray[np.int64]) -> ND
     return is_positive
 
 
-# Images scored with every text bucket before the next images.
+# Images of one pass, which reads every text bucket once.
 IMAGES_PER_PASS = 512
 # Text tokens of a bucket, padding counted; a gibibyte of prepared states at width 768.
 MAX_BUCKET_TOKENS = 2**18
@@ -280,16 +280,17 @@ class PairScorer:
             encoded.text_lengths, encoded.batch, MAX_BUCKET_TOKENS
         )
         self._bucket_of_text = self._bucket_of_block[block]
-        # The last bucket and the last image, with their prepared states.
+        # The most recent bucket and image, with their prepared states.
         self._prepared_bucket: tuple[int, Any] = (-1, None)
         self._prepared_image: tuple[int, Any] = (-1, None)
 
     def groups(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """Return group numbers (P,): pairs of one image and text bucket may share a call."""
-        buckets = 1 + self._bucket_of_block.max(initial=0)
-        # Every pass over some images reads all buckets.
-        bucket = pairs.image // IMAGES_PER_PASS * buckets + self._bucket_of_text[pairs.text]
-        return bucket * len(self.collection.image_features) + pairs.image
+        num_buckets = 1 + self._bucket_of_block.max(initial=0)
+        pass_and_bucket = (
+            pairs.image // IMAGES_PER_PASS * num_buckets + self._bucket_of_text[pairs.text]
+        )
+        return pass_and_bucket * len(self.collection.image_features) + pairs.image
 
     def order(self, pairs: CandidatePairs) -> NDArray[np.int64]:
         """Return sort keys (P,) that bring texts of similar length together."""
@@ -298,7 +299,7 @@ class PairScorer:
     def __call__(self, image: NDArray[np.int64], text: NDArray[np.int64]) -> NDArray[np.float32]:
         """Score pairs of one group: indices of images and texts (pairs,) -> (pairs,)."""
         encoded = self.encoded
-        with torch.no_grad(), inference(encoded.device, encoded.precision):
+        with torch.no_grad(), evaluation_autocast(encoded.device, encoded.precision):
             prepared = self._prepare_image(int(image[0]))
             first, texts = self._prepare_bucket(int(self._bucket_of_text[text[0]]))
             rows = torch.from_numpy(self._sorted_index[text] - first).to(encoded.device)
@@ -331,8 +332,8 @@ class PairScorer:
 def assign_buckets(lengths: NDArray[np.int64], batch: int, max_tokens: int) -> NDArray[np.int64]:
     """Return the bucket of each block of `batch` texts, counted from 0.
 
-    lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: of a bucket,
-    padded to its longest block; a bucket has at least one block, even a larger one.
+    lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: upper
+    bound of a bucket, padded to its longest block; a single block may exceed it.
     """
     bucket = np.zeros(len(lengths), dtype=np.int64)
     # First block of the current bucket.

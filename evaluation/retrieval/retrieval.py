@@ -20,7 +20,7 @@ from evaluation.retrieval.rerank import (
     EncodedBlocks,
     PairScorer,
     Search,
-    list_losses,
+    listwise_losses,
     look_up,
     match_batch_for,
     match_pairs,
@@ -51,7 +51,7 @@ def positive_ranks(
     bank_temperature: float = BANK_TEMPERATURE,
     add_match_stage: bool = False,
 ) -> tuple[dict[tuple[str, str], NDArray[np.int64]], dict[tuple[str, str], NDArray[np.float64]]]:
-    """Return ranks from 0 of each query's best-ranked positive, and `list_losses` of re-ranking.
+    """Return ranks from 0 of each query's best positive, and `listwise_losses` of re-ranking.
 
     Both are (queries,) by (stage, direction); without `rerank` there are no losses.
 
@@ -86,16 +86,20 @@ def positive_ranks(
         for direction in DIRECTIONS:
             dual, direction_positives = searches[direction], positives[direction]
             scores = match_scores[direction]
-            losses["match", direction] = list_losses(dual.nearest, scores, direction_positives)
+            losses["match", direction] = listwise_losses(dual.nearest, scores, direction_positives)
             if add_match_stage:
                 all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
             # ITM negatives are drawn in proportion to exp(similarity / temperature): ITM log-odds
             # are relative to them, and to all candidates once the similarity is added.
             if temperature is not None:
                 scaled = dual.similarities.astype(np.float64) / temperature
-                losses["dual", direction] = list_losses(dual.nearest, scaled, direction_positives)
+                losses["dual", direction] = listwise_losses(
+                    dual.nearest, scaled, direction_positives
+                )
                 scores = scores + scaled
-                losses["rerank", direction] = list_losses(dual.nearest, scores, direction_positives)
+                losses["rerank", direction] = listwise_losses(
+                    dual.nearest, scores, direction_positives
+                )
             all_ranks["rerank", direction] = reranked_ranks(dual, scores, direction_positives)
     return all_ranks, losses
 

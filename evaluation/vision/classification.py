@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spaced
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.precision import require_finite
@@ -35,7 +35,7 @@ def evaluate(task: Classification, options: EvalOptions) -> dict[str, float]:
         )
         for arrays in reader.values(range(-(-len(indices) // BATCH))):
             pixels, labels = (part.to(torch_device, non_blocking=True) for part in arrays)
-            with inference(torch_device, options.precision):
+            with evaluation_autocast(torch_device, options.precision):
                 logits = task.model(pixels)
             logits = require_finite(logits.float())
             hit = logits.topk(top).indices == labels[:, None]

@@ -14,7 +14,7 @@ from torchvision.ops import box_convert
 
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spaced
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.config import ConfigError, Precision
 from vlp.tasks.detection.data import (
     DetectionDataConfig,
@@ -99,7 +99,7 @@ def _detect(
     """Detect objects in (index, pixels) of images; a detection per query, its likeliest class."""
     if not images:
         return {}
-    with inference(device, precision):
+    with evaluation_autocast(device, precision):
         logits, boxes = task.model([pixels.to(device, non_blocking=True) for _, pixels in images])
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()

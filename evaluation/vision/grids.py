@@ -10,7 +10,7 @@ import torch
 
 from evaluation.options import EvalOptions
 from evaluation.samples import evenly_spaced
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.precision import require_finite
 from vlp.tasks.grids.arc import GridPair, GridVariant, held_out_variants
 from vlp.tasks.grids.data import GridDataConfig, GridSample, collate_grids, grid_sample, open_grids
@@ -51,7 +51,7 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
             )
             # Greedy decoding returns the right grid if each right token is the likeliest after the
             # right tokens before it, so one teacher-forced pass is enough.
-            with inference(torch_device, options.precision or "float32"):
+            with evaluation_autocast(torch_device, options.precision or "float32"):
                 logits = task.model(batch, batch.outputs)
             likeliest = require_finite(logits).argmax(-1)
             for question, hit in zip(

@@ -10,7 +10,7 @@ import torch
 
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spaced
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.data.labelled_images import LabelledImages, open_labelled
 from vlp.precision import require_finite
 from vlp.tasks.pixels.data import pixel_values
@@ -33,7 +33,7 @@ def evaluate(task: Pixels, options: EvalOptions) -> dict[str, float]:
         reader = BlockReader(partial(_read, images, size, indices, batch), device, options.workers)
         for pixel_block in reader.values(range(-(-len(indices) // batch))):
             inputs = pixel_block.to(device, non_blocking=True).long()
-            with inference(device, options.precision or "float32"):
+            with evaluation_autocast(device, options.precision or "float32"):
                 batch_nats = task.model.nats(inputs)
             nats += require_finite(batch_nats.double().sum((0, 1, 2))).cpu()
     pixels = len(indices) * size**2

@@ -10,7 +10,7 @@ import torch
 
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, evenly_spaced, single_line_errors
-from evaluation.work_sharding import evaluating, inference
+from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
 from vlp.tasks.caption.metrics import TokenizerName, caption_scores, require_caption_tools
@@ -82,7 +82,7 @@ def _generate_captions(
     if not encoded:
         return []
     batch = Collate(text)(encoded).to(device)
-    with inference(device, precision) if precision else task.autocast(device):
+    with evaluation_autocast(device, precision) if precision else task.autocast(device):
         ids = task.model.generate(batch, data.max_caption + 1, task.config.beams)
     return [text.sentence(row) for row in ids.tolist()]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.work_sharding import ProcessGroup, inference
+from evaluation.work_sharding import ProcessGroup, evaluation_autocast
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,14 +110,14 @@ def test_only_gpus_with_bf16_compute_in_it_by_default(
     device, precision, able, expected, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: able)
-    with inference(device, precision):
+    with evaluation_autocast(device, precision):
         assert state(device) == expected
     assert state(device) == (None, "highest")
 
 
 @pytest.mark.usefixtures("gpu_with_bf16")
 def test_tf32_ends_with_the_last_of_several_threads():
-    first, second = inference(GPU, None), inference(GPU, None)
+    first, second = evaluation_autocast(GPU, None), evaluation_autocast(GPU, None)
     for context in (first, second):
         context.__enter__()
     first.__exit__(None, None, None)

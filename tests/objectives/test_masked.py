@@ -3,7 +3,7 @@ import torch
 
 from vlp.objectives.loss import Loss, normalise
 from vlp.objectives.mim import MIMHead, mim_loss, patchify
-from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_slots
+from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_rows
 
 
 def test_positions_are_the_masked_words_of_real_rows():
@@ -46,13 +46,13 @@ def test_equals_the_loop(alpha):
     assert loss.count == 3
 
 
-@pytest.mark.parametrize("slots", [7, 20, 40])
-def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(slots):
+@pytest.mark.parametrize("num_rows", [7, 20, 40])
+def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(num_rows):
     states, labels = torch.randn(4, 10, 6).double(), torch.full((4, 10), -100)
     labels[torch.tensor([0, 0, 1, 2, 2, 3, 3]), torch.tensor([1, 4, 9, 0, 3, 2, 9])] = 5
     valid, head = torch.tensor([True, True, True, False]), torch.randn(6, 11).double()
     results = []
-    for number in (None, slots):
+    for number in (None, num_rows):
         leaf = states.clone().requires_grad_()
         chosen, targets = masked_positions(leaf, labels, valid, number)
         assert len(chosen) == (number or 5)
@@ -65,8 +65,8 @@ def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(slots):
 
 def test_slots_suffice_for_every_draw():
     draws = torch.rand(20_000, 64 * 30, generator=torch.Generator().manual_seed(0)) < 0.15
-    assert draws.sum(1).max() <= prediction_slots(64 * 30, 0.15) <= 0.25 * 64 * 30
-    assert prediction_slots(12, 0.15) == 12
+    assert draws.sum(1).max() <= prediction_rows(64 * 30, 0.15) <= 0.25 * 64 * 30
+    assert prediction_rows(12, 0.15) == 12
 
 
 def test_patch_layout_is_that_of_a_patch_convolution():

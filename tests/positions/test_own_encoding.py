@@ -213,7 +213,7 @@ def test_plugins_that_fail_are_named(tmp_path, source, message):
     with pytest.raises(ConfigError, match="plugin own_nowhere: ModuleNotFoundError"):
         load_plugins(["own_nowhere"])
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(ConfigError, match="a module 'json' is there already; rename the file"):
+    with pytest.raises(ConfigError, match="the name 'json' belongs to another module"):
         load_plugins([str(tmp_path / "json.py")])
 
 

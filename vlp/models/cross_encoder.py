@@ -93,7 +93,8 @@ class CrossEncoder(nn.Module):
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips the image output of the last layer.
             image_kv: `image_key_values` of the I images, for repeated passes (if `shares_images`).
-            query_indices: (B, Q) int64, text tokens to output as (B, Q, width), likewise.
+            query_indices: (B, Q) int64, text tokens to output, as (B, Q, width); also only if
+                `shares_images`.
         """
         needs_shared = image_kv is not None or query_indices is not None
         if needs_shared and not self.shares_images(text):
@@ -107,12 +108,14 @@ class CrossEncoder(nn.Module):
         image_context = PositionContext(self.grid, 1, anchors=paths, text_queries=False)
         for encoding in self.positions:
             text = call_method(encoding, PositionEncoding.tokens, text, text_context)
-        # Without `image_kv`, images are projected per pair: cheaper if no pairs share one.
+        # Without `image_kv`, keys and values are projected per pair, which saves gathering them if
+        # no pairs share an image.
         image_states = self._with_positions(image) if image_kv is None else None
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
             selection = query_indices if last else None
-            # The first layer runs before pairing, as pairs of one text may have other queries.
+            # With pairs, the first self-attention runs on whole texts, as pairs of one text may
+            # select different queries.
             self_queries = selection if number > 0 or pairs is None else None
             text = call_method(
                 layer, CrossLayer.self_attend, text, text_mask, text_context, self_queries
@@ -149,7 +152,8 @@ class CrossEncoder(nn.Module):
     def shares_images(self, states: Tensor) -> bool:
         """Return whether pairs of one image share its projected keys and values.
 
-        True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)).
+        True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)), unless an
+        encoding changes keys and values.
         """
         # The GPU kernel needs keys and values per pair.
         if self.config.layout == "ace" or on_gpu(states):
@@ -265,7 +269,8 @@ class CrossFeatures(NamedTuple):
     """Cross-modal states: text (B, N, width), with the joint [CLS] (papers.md#ace-a29), and image.
 
     image: (B, 1 + M, width), or None if not requested; paths: None without ACE-RPE;
-    attention_mask: (B, N) bool, True = no padding; token_score: (B,) part of the match score.
+    attention_mask: (B, N) bool, True = no padding; token_score: (B,) score of the tokens alone,
+    a term of the match score.
     """
 
     text: Tensor

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def masked_positions(
-    states: Tensor, labels: Tensor, valid: Tensor | None = None, slots: int | None = None
+    states: Tensor, labels: Tensor, valid: Tensor | None = None, num_rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select states (R, width) and labels (R,) of masked tokens.
 
@@ -24,15 +24,15 @@ def masked_positions(
         states: (B, N, width).
         labels: (B, N) int64, -100 at tokens that are not masked.
         valid: (B,) bool; other rows are left out.
-        slots: R as a constant, which needs no synchronisation: surplus slots are labelled -100, and
-            surplus tokens left out. None: R is the number of masked tokens.
+        num_rows: R as a constant, which needs no synchronisation: surplus rows are labelled -100,
+            and surplus tokens left out. None: R is the number of masked tokens.
     """
     mask = labels != IGNORED
     if valid is not None:
         mask = mask & valid[:, None]
-    if slots is None:
+    if num_rows is None:
         return states[mask], labels[mask]
-    return _first_positions(states, labels, mask, slots)
+    return _first_positions(states, labels, mask, num_rows)
 
 
 def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,14 +50,14 @@ def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @region
 def _first_positions(
-    states: Tensor, labels: Tensor, mask: Tensor, slots: int
+    states: Tensor, labels: Tensor, mask: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
-    positions = mask.flatten().nonzero_static(size=slots, fill_value=-1)[:, 0]
+    positions = mask.flatten().nonzero_static(size=num_rows, fill_value=-1)[:, 0]
     targets = torch.where(positions < 0, IGNORED, labels.flatten()[positions])
     return states.flatten(0, 1)[positions], targets
 
 
-def prediction_slots(positions: int, probability: float) -> int:
+def prediction_rows(positions: int, probability: float) -> int:
     """Return a number of masked tokens that is almost never exceeded among `positions` tokens."""
     # Eight standard deviations plus eight above the mean, rounded up to a multiple of eight.
     mean = positions * probability

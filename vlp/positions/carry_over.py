@@ -74,7 +74,7 @@ def _bound_reason(
     rows = max(grid[0], trained_grid[0])
     if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
-    if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.spread != trained.spread:
+    if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.ref_grid != trained.ref_grid:
         return "with `rescale`, it counts in patches of the trained grid"
     # `product` takes sinusoids of dy * (2 reach + 1) + dx.
     product = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"

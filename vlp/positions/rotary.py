@@ -90,17 +90,17 @@ def mixed_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
     return x * frequency_x + y * frequency_y
 
 
-def grid_positions(height: int, width: int, spread: tuple[int, int] | None = None) -> Tensor:
+def grid_positions(height: int, width: int, ref_grid: tuple[int, int] | None = None) -> Tensor:
     """Return column and row of every patch in raster order: (height * width, 2), float64.
 
     Args:
-        spread: (rows, columns) of another grid over the same image, in the patches of which
+        ref_grid: (rows, columns) of another grid over the same image, in the patches of which
             centres are counted. None counts 0, 1, ... along each axis.
     """
     require_patches("rope", (height, width))
     axes = [torch.arange(size, dtype=torch.float64, device="cpu") for size in (height, width)]
-    if spread is not None:
-        axes = [(axis + 0.5) * (size / len(axis)) - 0.5 for axis, size in zip(axes, spread)]
+    if ref_grid is not None:
+        axes = [(axis + 0.5) * (size / len(axis)) - 0.5 for axis, size in zip(axes, ref_grid)]
     row, column = torch.meshgrid(*axes, indexing="ij")
     return torch.stack([column, row], -1).flatten(0, 1)
 
@@ -240,7 +240,7 @@ class _GridRotary(_Rotary):
         elif rescale:
             raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
         self.grid = None if grid is None else (grid[0], grid[1])
-        self.spread = self.grid if rescale else None
+        self.ref_grid = self.grid if rescale else None
 
     def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
         tokens = query.shape[-2]
@@ -254,7 +254,7 @@ class _GridRotary(_Rotary):
         dtype = torch.promote_types(query.dtype, torch.float32)
         shares = context.coordinates.to(query.device, dtype)
         # With `rescale` the unit is a patch of the trained grid.
-        unit = patches_per_side(shares, None if self.spread else context.grids, self.grid)
+        unit = patches_per_side(shares, None if self.ref_grid else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
         shape = tuple(context.coordinates.shape)
@@ -304,7 +304,7 @@ class RotaryAxial(_GridRotary):
             angles = split_angles(positions[:, None], self.head_width, self.theta)
             return cosine_and_sine(angles, query.dtype)
         grid = self._grid(query, context)
-        options = self.spread, context.prefix_tokens, self.head_width, self.theta
+        options = self.ref_grid, context.prefix_tokens, self.head_width, self.theta
         return _cached_axial(grid, *options, query.dtype, query.device).unbind()
 
 
@@ -350,7 +350,7 @@ class RotaryMixed(_GridRotary):
             dtype = torch.promote_types(query.dtype, torch.float32)
             grid = self._grid(query, context)
             positions = _cached_positions(
-                grid, self.spread, context.prefix_tokens, dtype, query.device
+                grid, self.ref_grid, context.prefix_tokens, dtype, query.device
             )
         return cosine_and_sine(mixed_angles(positions, self.frequency_table), query.dtype)
 
@@ -367,7 +367,7 @@ def _cached_sequence(
 @cached_constant(maxsize=32)
 def _cached_axial(
     grid: tuple[int, int],
-    spread: tuple[int, int] | None,
+    ref_grid: tuple[int, int] | None,
     prefix: int,
     dim: int,
     theta: float,
@@ -375,17 +375,17 @@ def _cached_axial(
     device: torch.device,
 ) -> Tensor:
     """Return cosines and sines of a prefix and a grid, (2, tokens, dim / 2)."""
-    positions = _cached_positions(grid, spread, prefix, torch.float64, torch.device("cpu"))
+    positions = _cached_positions(grid, ref_grid, prefix, torch.float64, torch.device("cpu"))
     return torch.stack(cosine_and_sine(split_angles(positions, dim, theta), dtype)).to(device)
 
 
 @cached_constant(maxsize=32)
 def _cached_positions(
     grid: tuple[int, int],
-    spread: tuple[int, int] | None,
+    ref_grid: tuple[int, int] | None,
     prefix: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     """Return columns and rows of a prefix, 0, and a grid, (tokens, 2)."""
-    return functional.pad(grid_positions(*grid, spread), (0, 0, prefix, 0)).to(device, dtype)
+    return functional.pad(grid_positions(*grid, ref_grid), (0, 0, prefix, 0)).to(device, dtype)

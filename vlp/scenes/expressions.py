@@ -34,7 +34,7 @@ def expressions(scene: Scene) -> list[ReferringExpression]:
 
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
     """Return whether the phrase fits its object strictly, and leniently fits no other."""
-    # The lenient reading first, as it excludes more candidates.
+    # The lenient test first: it rejects more phrases, as vague words fit more objects.
     return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
         expression.meaning, scene
     )

@@ -109,12 +109,12 @@ class MlflowTracker:
             return str(run.info.run_id)
 
         self._run_id = tracker_id(folder, "mlflow", create)
-        self._drop_later(folder, step, validated_step, create)
+        self._drop_later_metrics(folder, step, validated_step, create)
         self._client.update_run(self._run_id, status="RUNNING")
         for name, value in _flat_tags(_settings(folder)):
             self._client.set_tag(self._run_id, name, value)
 
-    def _drop_later(
+    def _drop_later_metrics(
         self, folder: RunFolder, step: int, validated_step: int, create: Callable[[], str]
     ) -> None:
         """Replace the run by a new one without metrics that will be logged again, if it has any."""

@@ -72,7 +72,7 @@ def _parent(pid: int) -> int:
 
 
 def _has_init() -> bool:
-    """Return whether process 1 adopts orphans; in a container it may be a launcher or a script."""
+    """Return whether process 1 is an init, not the launcher or script of a container."""
     name = _program(1)
     return name not in _LAUNCHER_NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
 

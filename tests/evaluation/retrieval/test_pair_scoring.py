@@ -13,7 +13,7 @@ from evaluation.retrieval.rerank import (
     PairScorer,
     Search,
     assign_buckets,
-    list_losses,
+    listwise_losses,
     look_up,
     match_batch_for,
     match_pairs,
@@ -222,7 +222,7 @@ def test_ranks_equal_sorting_the_whole_list(data):
     expected = slow_rank(order, scores, dual, positive)
     assert reranked_ranks(found, np.array([scores], float), padded).tolist() == [expected]
     share = sum(np.exp(s) for c, s in zip(order, scores) if c in positive) / np.exp(scores).sum()
-    loss = list_losses(found.nearest, np.array([scores], float), padded)
+    loss = listwise_losses(found.nearest, np.array([scores], float), padded)
     np.testing.assert_allclose(loss, -np.log(share) if share else np.nan, atol=1e-12)
 
 

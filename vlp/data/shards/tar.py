@@ -101,7 +101,7 @@ def read_members(path: Path, max_members: int = MAX_MEMBERS) -> tuple[list[Membe
 def members_in(
     file: IO[bytes], size: int, max_members: int = MAX_MEMBERS
 ) -> tuple[list[Member], str | None]:
-    """List the members of an open file, or of `size` bytes of it, as `read_members` does."""
+    """List the members in the first `size` bytes of an open file, as `read_members` does."""
     members: list[Member] = []
     headers = _HeaderReader(file, size)
     try:

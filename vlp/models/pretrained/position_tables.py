@@ -122,8 +122,8 @@ def _tower_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained]
     blocks = getattr(vit, "blocks", ())
     if _lists(trained)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
         raise ValueError(
-            f"{trained.image.tower_name}: encodings of its attention do not carry over to "
-            "another image size"
+            f"{trained.image.tower_name}: position encodings in its attention cannot be resampled "
+            "to another image size"
         )
     with torch.device("meta"):
         tower = nn.ModuleDict({"image_encoder": ImageEncoder(trained.image, trained.embed_dim)})

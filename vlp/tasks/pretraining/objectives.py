@@ -39,7 +39,7 @@ from vlp.objectives.contrastive import (
 from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.objectives.loss import Loss
 from vlp.objectives.mim import MIMHead, mim_loss
-from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_slots
+from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_rows
 from vlp.objectives.token import phrase_loss, token_losses
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.teacher import TeacherOutput, gather_keys
@@ -101,8 +101,8 @@ class Objective:
     saves_modules: ClassVar[bool] = True
     # True if the momentum teacher has a copy of its modules.
     has_teacher_copy: ClassVar[bool] = False
-    # Parts with a gradient of it: cross_encoder, match_head, image_tokens, text_tokens. A part that
-    # no objective trains is frozen, as weight decay would shrink it.
+    # Parts beside both encoders that its loss trains: cross_encoder, match_head, image_tokens,
+    # text_tokens. A part that no objective trains is frozen, as weight decay would shrink it.
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKEN_PROJECTIONS
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -236,7 +236,7 @@ class SigmoidContrastive(Objective):
     """SigLIP's loss: binary classification of all pairs of the ranks' images and texts.
 
     Inputs: features of the unmasked batch. Cosines are divided by the model's temperature, which
-    starts at 0.1 in the paper. Loss: `contrastive`.
+    starts at 0.1 in SigLIP's paper. Loss: `contrastive`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -327,8 +327,8 @@ class TokenTerms(Objective):
 class ImageTextMatching(Objective):
     """Classification of matching pairs against hard negatives of each image and each text.
 
-    Inputs: both encoders' outputs on the unmasked batch; `uniform` draws the negatives. Loss:
-    `itm`, pairwise or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
+    Inputs: both encoders' outputs on the unmasked batch, whose `uniform` samples the negatives.
+    Loss: `itm`, pairwise or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
     """
 
     on_clean_pairs: ClassVar[bool] = True
@@ -424,21 +424,21 @@ class MaskedLanguageModelling(Objective):
     def _predict(
         self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (R, vocabulary) and labels (R,) of the R masked tokens."""
+        """Return logits (R, vocabulary) and labels (R,); -100 labels surplus rows on a GPU."""
         batch = step.batch
         masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-        labels, slots, image_kv, query_indices = batch.mlm_labels, None, None, None
+        labels, num_rows, image_kv, query_indices = batch.mlm_labels, None, None, None
         # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed; a CPU
         # computes only the queries of masked tokens.
         if on_gpu(labels):
-            slots = prediction_slots(labels.numel(), self.settings.probability)
+            num_rows = prediction_rows(labels.numel(), self.settings.probability)
         elif step.shares_images:
             image_kv = step.image_key_values() if model is step.model else None
             query_indices, labels = masked_columns(labels)
         features = model.cross(
             image, masked, need_image=False, image_kv=image_kv, query_indices=query_indices
         )
-        states, labels = masked_positions(features.text, labels, batch.valid, slots)
+        states, labels = masked_positions(features.text, labels, batch.valid, num_rows)
         return head(states, model.text_encoder.word_table), labels
 
 
