@@ -189,14 +189,14 @@ def embed(
     def write(block: int) -> tuple[list[SkippedSample], int]:
         pixels, rows, captions, skipped = reader[block]
         if pixels is not None:
-            first = files.add(IMAGES, encode(model.encode_image, pixels), rows)
+            first_row = files.add(IMAGES, encode(model.encode_image, pixels), rows)
             for start in range(0, len(captions), batch):
-                part = captions[start : start + batch]
+                chunk = captions[start : start + batch]
                 lines = [
-                    {"key": rows[row]["key"], "caption": index, "text": text, IMAGES: first + row}
-                    for row, index, text in part
+                    {"key": rows[n]["key"], "caption": index, "text": text, IMAGES: first_row + n}
+                    for n, index, text in chunk
                 ]
-                tokens = loaded.text([text for *_, text in part])
+                tokens = loaded.text([text for *_, text in chunk])
                 files.add(CAPTIONS, encode(model.encode_text, *tokens), lines)
         bar.update(len(blocks[block]))
         return skipped, count_cut(loaded.text, [text for *_, text in captions])

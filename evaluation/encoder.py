@@ -53,6 +53,7 @@ class Block(NamedTuple):
 
 
 Key = TypeVar("Key")
+Float = TypeVar("Float", bound=np.floating)
 
 
 class BlockCache(Generic[Key]):
@@ -201,6 +202,7 @@ class Encoder:
             options.workers,
         )
         self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
+        # `collect` sets both.
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
         self.text_lengths = np.zeros(0, dtype=np.int64)
 
@@ -319,7 +321,7 @@ def warn_if_cut(text: Callable[[Sequence[str]], TextTokens], caption: str) -> No
         logger.warning("the text is longer than max_tokens: the model reads its beginning")
 
 
-def require_finite(features: NDArray[np.floating]) -> NDArray[np.floating]:
+def require_finite(features: NDArray[Float]) -> NDArray[Float]:
     """Return the features or scores; raise EvaluationError if any is NaN or infinite."""
     # NaN has no rank: it would change figures silently.
     if not np.isfinite(features).all():

@@ -185,7 +185,7 @@ def evaluate_zeroshot(
             return model.encode_text(*tokens)
 
     def score_block(examples: Sequence[tuple[LabelledImage, Tensor]]) -> list[dict[str, Any]]:
-        pixels = torch.stack([item for _, item in examples]).to(torch_device)
+        pixels = torch.stack([inputs for _, inputs in examples]).to(torch_device)
         with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             image = model.encode_image(pixels)
         # In float64, ties are equal prompts, not rounding.

@@ -145,9 +145,7 @@ def evaluate_fine_tuned(folder: Path, settings: FineTunedConfig) -> dict[str, fl
 
     run_config = parse_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     result = get_evaluation(run_config["task"]["kind"]).evaluate_folder(
-        folder / "model",
-        settings.shards,
-        options=EvalOptions(limit=settings.limit, resamples=1),
+        folder / "model", settings.shards, options=EvalOptions(limit=settings.limit, resamples=1)
     )
     return {
         name if isinstance(name, str) else "/".join(name): 100 * figure.value

@@ -83,7 +83,7 @@ class TaskEvaluation:
     # Field of a row that holds the annotation, and the error if no row has it.
     truth: ClassVar[str] = "label"
     no_truth: ClassVar[str] = "no sample has a label"
-    # Fields of rows that files leave out.
+    # Fields of rows that are not written into files.
     hidden: ClassVar[tuple[str, ...]] = ()
     # Field of a row that holds the text that the model reads; "" if it reads none.
     text_field: ClassVar[str] = ""
@@ -92,7 +92,7 @@ class TaskEvaluation:
     job: ClassVar[type[Job]] = Job
     submission: Submission | None = None
     action: ClassVar[PageAction | None] = None
-    # Evaluates any loaded model on shards; None: only a fine-tuned model has a head for the task.
+    # Evaluates any loaded model on shards; None for a task that needs a fine-tuned head.
     evaluate_loaded: ClassVar[Callable[..., Any] | None] = None
 
     def row(self, task: Any, item: Item, example: Any, prediction: str) -> Row:
@@ -161,7 +161,7 @@ class TaskEvaluation:
             raise TypeError(f"{self.kind} has no option {', '.join(sorted(unknown))}")
         dataset = task.dataset(shards, options.limit)
 
-        def evaluate(examples: Sequence[tuple[Item, Any]]) -> list[Row]:
+        def predict_rows(examples: Sequence[tuple[Item, Any]]) -> list[Row]:
             inputs = dataset.collate([example for _, example in examples]).to(torch_device)
             with (
                 single_line_errors(NotFiniteError),
@@ -176,7 +176,7 @@ class TaskEvaluation:
 
         with evaluating(task, options.device) as torch_device:
             rows, skipped = evaluate_blocks(
-                dataset.items, dataset.make, evaluate, options, torch_device
+                dataset.items, dataset.make, predict_rows, options, torch_device
             )
         return EvaluatedItems(self.merge_rows(rows), skipped)
 
@@ -259,7 +259,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
 
 
 def page_actions() -> dict[PageAction, list[str]]:
-    """Return the page's actions that need a fine-tuned model, with the kinds of task that serve."""
+    """Return the page's actions, each with the kinds of task whose fine-tuned models offer it."""
     actions: dict[PageAction, list[str]] = {}
     for kind in task_kinds():
         if action := get_evaluation(kind).action:

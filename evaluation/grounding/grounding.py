@@ -191,7 +191,9 @@ def _maps(
     """Compute maps (expressions, rows, columns), at least 0 unless they are cosines."""
     model = loaded.model
     pixels = torch.stack([example.pixels for example in examples]).to(device)
-    tokens = [torch.cat(parts).to(device) for parts in zip(*(item.tokens for item in examples))]
+    tokens = [
+        torch.cat(parts).to(device) for parts in zip(*(example.tokens for example in examples))
+    ]
     with torch.no_grad(), evaluation_autocast(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
     # Tokens whose maps are averaged: of cosines all words, of Grad-CAM also [CLS] and [SEP].

@@ -25,6 +25,7 @@ from vlp.models.folder import Loaded
 from vlp.models.vlp import VLPModel
 from vlp.positions.anchor import group_similarity
 
+# [x, y, width, height] in pixels of the image.
 Box = tuple[float, ...]
 
 
@@ -33,7 +34,7 @@ class WordMap(NamedTuple):
 
     word: str
     heat: NDArray[np.float32]
-    # Boxes of objects that the word may name, in pixels; empty if unknown.
+    # Of objects that the word may name; empty if unknown.
     boxes: Sequence[Box] = ()
 
 
@@ -51,7 +52,7 @@ class AnchorDetail(NamedTuple):
 
     image: Image.Image
     caption: str
-    # Words as the tokenizer splits them, and boxes of objects that they may name, in pixels.
+    # Words as the tokenizer splits them, and for each the boxes of objects that it may name.
     words: list[str]
     boxes: list[Sequence[Box]]
     # (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.

@@ -474,14 +474,7 @@ def _score_samples(
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
         pieces = [loaded.text.words(caption) for caption in sample.captions]
         words += score_words(
-            sample.sample_index,
-            sample.annotation,
-            sample.size,
-            pieces,
-            cosine,
-            anchors,
-            grid,
-            maps,
+            sample.sample_index, sample.annotation, sample.size, pieces, cosine, anchors, grid, maps
         )
     return words, sums
 

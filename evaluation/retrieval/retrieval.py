@@ -321,20 +321,23 @@ def evaluate_retrieval(
                 add_match_stage=rerank_by == "both",
             )
     notes: list[str] = []
-    list_loss: dict[str, float] = {}
+    list_loss = {
+        f"{stage}/{direction}": float(np.nanmean(query_losses))
+        for (stage, direction), query_losses in sorted(losses.items())
+        if not np.isnan(query_losses).all()
+    }
     if rerank:
         score = "the match score alone"
         if temperature is not None:
             score = f"similarity / {temperature:.3g} + match score"
         notes.append(f"The top {rerank} were re-ranked by {score}.")
-        loss_texts = []
-        for (stage, direction), query_losses in sorted(losses.items()):
-            if not np.isnan(query_losses).all():
-                loss = float(np.nanmean(query_losses))
-                list_loss[f"{stage}/{direction}"] = loss
-                loss_texts.append(f"{stage} {ARROWS[direction]} {loss:.3f}")
+        stage_losses = (
+            f"{stage} {ARROWS[direction]} {list_loss[f'{stage}/{direction}']:.3f}"
+            for stage, direction in sorted(losses)
+            if f"{stage}/{direction}" in list_loss
+        )
         average = "List loss in nats, mean over queries with a positive among them"
-        notes.append(f"{average}: {', '.join(loss_texts) or 'none'}.")
+        notes.append(f"{average}: {', '.join(stage_losses) or 'none'}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:

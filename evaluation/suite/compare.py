@@ -107,6 +107,7 @@ def sign_flip_p(
 
 
 def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float | None:
+    """Return the two-sided exact p of McNemar's test; None unless all values are 0 or 1."""
     if not np.isin(first, (0, 1)).all() or not np.isin(second, (0, 1)).all():
         return None
     lost, won = int((first > second).sum()), int((second > first).sum())

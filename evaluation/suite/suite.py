@@ -139,18 +139,18 @@ _CARD_FILES = ("README.md", ".gitattributes")
 DUAL_ENCODER_TASKS = ("retrieval", "zeroshot", "swaps", "foils")
 
 
-def job_key(job: Job, folder: Path | OtherModel, checksums: dict[Path | OtherModel, str]) -> str:
+def job_key(job: Job, model: Path | OtherModel, checksums: dict[Path | OtherModel, str]) -> str:
     """Return a hash of the inputs of a result: model files, options, data and prompts.
 
     checksums: cache of the models' checksums, which this call fills.
     """
     parts = [json.dumps(_options(job), sort_keys=True)]
     try:
-        if folder not in checksums:
-            checksums[folder] = (
-                folder.checksum() if isinstance(folder, OtherModel) else model_checksum(folder)
+        if model not in checksums:
+            checksums[model] = (
+                model.checksum() if isinstance(model, OtherModel) else model_checksum(model)
             )
-        parts.append(checksums[folder])
+        parts.append(checksums[model])
         other_data = (*getattr(job, "bank", ()), *getattr(job, "features", ()))
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
@@ -178,19 +178,19 @@ def model_checksum(folder: Path) -> str:
 
 
 def run_job(
-    job: Job, folder: Path | OtherModel, device: str | None, workers: int | None, progress: bool
+    job: Job, model: Path | OtherModel, device: str | None, workers: int | None, progress: bool
 ) -> Result:
     """Evaluate a model folder, or a model of another library; the same for any number of ranks."""
     options = EvalOptions(job.limit, job.batch, device, job.precision, workers, progress=progress)
     job_options = job.options()
-    if isinstance(folder, OtherModel):
-        _require_dual_encoder_task(job, folder)
-        loaded = folder.load()
+    if isinstance(model, OtherModel):
+        _require_dual_encoder_task(job, model)
+        loaded = model.load()
     elif job.task in PROBES:
-        loaded = load_model(folder)
+        loaded = load_model(model)
     else:
         result: Result = get_evaluation(job.task).evaluate_folder(
-            folder, job.shards, options, **job_options
+            model, job.shards, options, **job_options
         )
         return result
     if isinstance(job, ZeroShotJob):
@@ -218,12 +218,12 @@ def _require_dual_encoder_task(job: Job, model: OtherModel) -> None:
             )
 
 
-def model_of(job: Job, model: str | None) -> Path | OtherModel:
+def model_of(job: Job, default: str | None) -> Path | OtherModel:
     """Return the local folder of a job's model, or the model of another library.
 
-    model: the entry's, for a job without `model`.
+    default: of a job that names no model.
     """
-    name = job.model or model or ""
+    name = job.model or default or ""
     other = other_model(name) if ":" in name else None
     return other or local_folder(name)
 
@@ -378,11 +378,11 @@ def _job_result(
 ) -> dict[str, Any]:
     """Return the saved result of a job, or evaluate it and save the result."""
     processes, target = ProcessGroup.current(), out / entry.name / job.label
-    folder = model_of(job, entry.model)
+    model = model_of(job, entry.model)
 
     def lookup() -> tuple[str, dict[str, Any] | None, str]:
         try:
-            key = job_key(job, folder, checksums)
+            key = job_key(job, model, checksums)
         except EvaluationError as error:
             return "", None, str(error)
         return key, _saved_result(target, key, job.task), ""
@@ -397,9 +397,9 @@ def _job_result(
             print(f"{name}: reused", flush=True)
         return content
     start = time.monotonic()
-    result = run_job(job, folder, device, workers, progress)
+    result = run_job(job, model, device, workers, progress)
     if processes.first:
-        _save(target, result, {"key": key, "model": str(folder), "options": _options(job)})
+        _save(target, result, {"key": key, "model": str(model), "options": _options(job)})
         if progress:
             print(f"{name}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
     # Through JSON, so that a new result equals its saved form.

@@ -102,10 +102,11 @@ def _detect(
     with evaluation_autocast(device, precision):
         logits, boxes = task.model([pixels.to(device, non_blocking=True) for _, pixels in images])
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
-    corners = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
+    # As shares of the image.
+    xywh = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()
     return {
         index: ImageDetections(
-            corners[row] * np.array([truth[index].width, truth[index].height] * 2),
+            xywh[row] * np.array([truth[index].width, truth[index].height] * 2),
             labels[row].cpu().numpy(),
             scores[row].cpu().numpy(),
         )

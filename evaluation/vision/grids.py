@@ -74,7 +74,9 @@ def _questions(config: GridDataConfig) -> list[_Question]:
     questions = []
     for number, grid_task in enumerate(config.tasks):
         # A fixed seed: all models get the same variants.
-        variants = held_out_variants(grid_task.allowed, config.variants, np.random.default_rng(0))
+        variants = held_out_variants(
+            grid_task.task_symmetry, config.variants, np.random.default_rng(0)
+        )
         for pair in tasks[grid_task.name].test:
             for variant in (GridVariant(), *variants):
                 transformed = GridPair(variant(pair.input), variant(pair.output))

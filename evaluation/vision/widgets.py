@@ -99,4 +99,5 @@ def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
 
 
 def _round_box(box: Sequence[float]) -> tuple[int, ...]:
+    """Round the edges of a box, shares of the screen, to `POSITIONS` positions."""
     return tuple(round(edge * (POSITIONS - 1)) for edge in box)

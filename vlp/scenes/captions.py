@@ -202,10 +202,7 @@ def fill(
             words += _choose(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
         scene.objects[number].phrase(
-            "shape",
-            "colour",
-            *["size"] * sizes[number],
-            *["place"] * (position in placed),
+            "shape", "colour", *["size"] * sizes[number], *["place"] * (position in placed)
         )
         for position, number in enumerate(order)
     )

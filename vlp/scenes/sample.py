@@ -252,6 +252,7 @@ def _start(rng: np.random.Generator, side: int, third: int) -> int:
 
 
 def _touch(a: Rectangle, b: Rectangle) -> bool:
+    """Return whether less than `GAP` is between two rectangles."""
     return (
         a[0] < b[0] + b[2] + GAP
         and b[0] < a[0] + a[2] + GAP
@@ -289,15 +290,15 @@ def distinct_scenes(
     for index in range(count):
         for attempt in range(MAX_ATTEMPTS):
             scene = sample_scene(seed, index, split, image_size, attempt, variety=variety)
-            texts = captions(scene)
+            scene_captions = captions(scene)
             clash = any(
-                _any_true(texts, other) or _any_true(others, scene)
-                for other, others in zip(scenes, previous_captions, strict=True)
+                _any_true(scene_captions, other) or _any_true(other_captions, scene)
+                for other, other_captions in zip(scenes, previous_captions, strict=True)
             )
             if not clash:
                 break
         scenes.append(scene)
-        previous_captions.append(texts)
+        previous_captions.append(scene_captions)
         yield scene
 
 
@@ -315,11 +316,11 @@ def ambiguous_share(scenes: Sequence[Scene]) -> float:
     return ambiguous / max(total, 1)
 
 
-def _any_true(texts: Sequence[SceneCaption], scene: Scene) -> bool:
+def _any_true(candidates: Sequence[SceneCaption], scene: Scene) -> bool:
     shape_colours = {(obj.shape, obj.colour) for obj in scene.objects}
     return any(
         # Shapes and colours, which every caption names, rule out most scenes quickly.
         all((noun.shape, noun.colour) in shape_colours for noun in caption.meaning.nouns)
         and holds(caption.meaning, scene, lenient=True)
-        for caption in texts
+        for caption in candidates
     )

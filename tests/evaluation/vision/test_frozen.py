@@ -118,12 +118,12 @@ def test_tables_are_carried_over_to_other_grids(file):
 def test_an_ablation_trains_the_last_blocks(file):
     config = load_config(file, AblationConfig, [])
     said = []
-    found = run_ablation(config, file, say=said.append)
+    found = run_ablation(config, file, print_line=said.append)
     assert said[0] == "8 runs, 0 of them done"
     assert len(found) == 8
     assert "top1@24" not in found["spread", 0]
     assert "none" in report(config, to_frame(found))
-    assert run_ablation(config, file, say=said.append) == found
+    assert run_ablation(config, file, print_line=said.append) == found
     assert said[-1] == "8 runs, 8 of them done"
     with pytest.raises(ValueError, match="measured and frozen are"):
         load_config(file, AblationConfig, ["measured={shards: [x]}"])

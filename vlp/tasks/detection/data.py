@@ -246,7 +246,7 @@ class CocoImages:
             size[1],
             boxes,
             np.array([self._label[row.category_id] for row, _ in objects], dtype=np.int64),
-            np.array([_area(*item) for item in objects], dtype=np.float64),
+            np.array([_area(row, corners) for row, corners in objects], dtype=np.float64),
             np.array([bool(row.iscrowd) for row, _ in objects], dtype=bool),
             where,
         )
@@ -615,7 +615,10 @@ def _crop(
     sides: tuple[float, float],
     rng: np.random.Generator,
 ) -> tuple[Image.Image, np.ndarray, np.ndarray]:
-    """Crop an image at random; clip its boxes (shares of the image) and drop those outside."""
+    """Crop an image at random; clip its boxes, and drop the boxes outside.
+
+    Boxes are (objects, 4): left, top, right, bottom as shares of the image, then of the crop.
+    """
     size = np.array(image.size)
     crop_size = np.maximum(np.rint(size * rng.uniform(*sides, 2)), 1).astype(int)
     start = rng.integers(size - crop_size + 1)

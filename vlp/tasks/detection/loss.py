@@ -23,7 +23,7 @@ def matching_cost(
     logits: Tensor,
     boxes: Tensor,
     labels: Tensor,
-    objects: Tensor,
+    object_boxes: Tensor,
     weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
 ) -> Tensor:
     """Compute matching costs, w0 (-p(class)) + w1 L1 - w2 GIoU, without gradient.
@@ -34,15 +34,15 @@ def matching_cost(
         logits: (..., queries, classes + 1).
         boxes: (..., queries, 4), centre x, y, width, height, as shares of the image.
         labels: (objects,) int64.
-        objects: (objects, 4), as `boxes`.
+        object_boxes: (objects, 4), as `boxes`.
         weights: w0, w1 and w2.
     """
     with torch.no_grad():
         # Not the logarithm, so that the class term has the scale of the box terms (DETR, 3.1).
         probability = logits.softmax(-1)[..., labels]
-        distance = torch.cdist(boxes, objects.expand(*boxes.shape[:-2], -1, -1), p=1)
+        distance = torch.cdist(boxes, object_boxes.expand(*boxes.shape[:-2], -1, -1), p=1)
         corners = box_convert(boxes.flatten(0, -2), "cxcywh", "xyxy")
-        giou = generalized_box_iou(corners, box_convert(objects, "cxcywh", "xyxy"))
+        giou = generalized_box_iou(corners, box_convert(object_boxes, "cxcywh", "xyxy"))
         w_class, w_distance, w_giou = weights
         return w_distance * distance - w_class * probability - w_giou * giou.view_as(distance)
 
@@ -86,8 +86,8 @@ def set_losses(
     logits: Tensor,
     boxes: Tensor,
     labels: Sequence[Tensor],
-    objects: Sequence[Tensor],
-    cost: tuple[float, float, float] = (1.0, 5.0, 2.0),
+    object_boxes: Sequence[Tensor],
+    matching_weights: tuple[float, float, float] = (1.0, 5.0, 2.0),
     no_object: float = 0.1,
 ) -> list[SetLosses]:
     """Match the queries of each decoder layer with the objects and compute its losses.
@@ -99,8 +99,8 @@ def set_losses(
         logits: (layers, B, queries, classes + 1), the last class is 'no object'.
         boxes: (layers, B, queries, 4), centre x, y, width, height as shares of the image.
         labels: B tensors (objects,) int64.
-        objects: B tensors (objects, 4), as `boxes`.
-        cost: weights of class, L1 and GIoU in the matching.
+        object_boxes: B tensors (objects, 4), as `boxes`.
+        matching_weights: of class, L1 and GIoU, as in `matching_cost`.
         no_object: weight of queries without object, a multiple of 0.001.
     """
     no_object_weight = round(no_object * _MATCHED_WEIGHT)
@@ -109,27 +109,28 @@ def set_losses(
     layers, images, queries, classes = logits.shape
     # One transfer to the host per image; the matrices are in the order image, then layer.
     costs = [
-        cost_matrix
-        for number in range(images)
-        for cost_matrix in matching_cost(
-            logits[:, number], boxes[:, number], labels[number], objects[number], cost
+        layer_cost
+        for image in range(images)
+        for layer_cost in matching_cost(
+            logits[:, image], boxes[:, image], labels[image], object_boxes[image], matching_weights
         ).cpu()
     ]
     assignments = [torch.from_numpy(assignment) for assignment in match(costs)]
     target_labels = torch.cat(list(labels)) if images else logits.new_zeros(0).long()
-    target_boxes = torch.cat(list(objects)) if images else boxes.new_zeros(0, 4)
+    target_boxes = torch.cat(list(object_boxes)) if images else boxes.new_zeros(0, 4)
     image_index = torch.arange(images).repeat_interleave(
         torch.tensor([len(image_labels) for image_labels in labels], dtype=torch.int64)
     )
     losses = []
     for layer in range(layers):
-        of_layer = [assignments[number * layers + layer] for number in range(images)]
-        query_index = torch.cat(of_layer or [image_index])
+        layer_assignments = assignments[layer::layers]
+        # `image_index` is empty if there is no image.
+        query_index = torch.cat(layer_assignments or [image_index])
         index = image_index.to(logits.device), query_index.to(logits.device)
         query_labels = torch.full((images, queries), classes - 1, device=logits.device)
         query_labels[index] = target_labels
-        weight = torch.full((images, queries), no_object_weight, device=logits.device)
-        weight[index] = _MATCHED_WEIGHT
+        query_weights = torch.full((images, queries), no_object_weight, device=logits.device)
+        query_weights[index] = _MATCHED_WEIGHT
         nats = functional.cross_entropy(
             logits[layer].flatten(0, 1), query_labels.flatten(), reduction="none"
         )
@@ -139,7 +140,7 @@ def set_losses(
         count = torch.tensor(len(target_labels), device=logits.device)
         losses.append(
             SetLosses(
-                Loss((nats * weight.flatten()).sum(), weight.sum()),
+                Loss((nats * query_weights.flatten()).sum(), query_weights.sum()),
                 Loss((matched_boxes - target_boxes).abs().sum(), count),
                 Loss(generalized_box_iou_loss(matched_xyxy, target_xyxy, reduction="sum"), count),
                 (logits[layer][index].detach()[:, :-1].argmax(-1) == target_labels).sum(),

@@ -81,8 +81,8 @@ class GridTaskConfig(Config):
     )
 
     @property
-    def allowed(self) -> Symmetry:
-        """Return the configured symmetry, by default that of the task's rule."""
+    def task_symmetry(self) -> Symmetry:
+        """Return the symmetry in use: `symmetry`, by default that of the task's rule."""
         if self.symmetry is not None:
             return self.symmetry
         return RULES[self.name].symmetry if self.name in RULES else Symmetry()
@@ -159,10 +159,10 @@ def open_grids(config: GridDataConfig) -> dict[str, ArcTask]:
                 f"{where} has no rule; set source: pairs to train on the pairs of its file, or "
                 f"choose from the tasks with a rule: {', '.join(RULES)}"
             )
-        test_orbits = orbits_of_tests(task, task_config.allowed)
+        test_orbits = orbits_of_tests(task, task_config.task_symmetry)
         if task_config.source == "pairs" and all(
             _largest_side(pair) > config.size
-            or orbit(pair.input, task_config.allowed) in test_orbits
+            or orbit(pair.input, task_config.task_symmetry) in test_orbits
             for pair in task.train
         ):
             raise ConfigError(
@@ -189,14 +189,14 @@ class GridSamples:
         self.config = config
         self._tasks = [tasks[task_config.name] for task_config in config.tasks]
         self._test_orbits = [
-            orbits_of_tests(task, task_config.allowed)
+            orbits_of_tests(task, task_config.task_symmetry)
             for task, task_config in zip(self._tasks, config.tasks)
         ]
 
     def __call__(self, number: int, rng_for: RngFactory) -> GridSample:
         """Draw sample `number`; raises BadSample."""
         index = number % len(self._tasks)
-        variant = draw_variant(self.config.tasks[index].allowed, rng_for("variant"))
+        variant = draw_variant(self.config.tasks[index].task_symmetry, rng_for("variant"))
         pair = self._pair(index, rng_for("pair"))
         transformed = GridPair(variant(pair.input), variant(pair.output))
         try:
@@ -213,7 +213,7 @@ class GridSamples:
                 pair = GridPair(grid, rule.answer(grid))
             else:
                 pair = task.train[int(rng.integers(len(task.train)))]
-            if orbit(pair.input, task_config.allowed) not in self._test_orbits[index]:
+            if orbit(pair.input, task_config.task_symmetry) not in self._test_orbits[index]:
                 return pair
         raise BadSample("test inputs alone", f"{task.name} (in {_TRIES} draws)")
 

@@ -130,7 +130,7 @@ class VqaBatch(NamedTuple):
 
 
 class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
-    """Questions of shard folders; `weights` are loss weights of questions by folder."""
+    """Questions of shard folders; `folder_weights` are their loss weights by folder."""
 
     def __init__(
         self,
@@ -138,10 +138,10 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         text: TextProcessor,
         prepare: ImagePreparation,
         max_answer: int,
-        weights: Mapping[str, float] = MappingProxyType({}),
+        folder_weights: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         super().__init__(items, text, prepare)
-        self.weights = dict(weights)
+        self.folder_weights = dict(folder_weights)
         self.answer_text = TextProcessor(text.tokenizer, max_answer)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> VqaExample:
@@ -164,9 +164,9 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         )
 
     def _weight(self, number: int) -> float:
-        if not self.weights:
+        if not self.folder_weights:
             return 1.0
-        return self.weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
+        return self.folder_weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
 
     def require_truth(self, example: VqaExample, item: Item) -> None:
         """Require an answer."""

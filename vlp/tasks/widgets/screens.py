@@ -65,10 +65,7 @@ class _Visit(NamedTuple):
 
 
 def read_screen(
-    hierarchy: Any,
-    name: str,
-    captions: Mapping[str, Sequence[str]],
-    nodes: Nodes = "all",
+    hierarchy: Any, name: str, captions: Mapping[str, Sequence[str]], nodes: Nodes = "all"
 ) -> Screen:
     """Read the widgets of a view hierarchy; raises BadSample.
 
@@ -147,6 +144,7 @@ def _widget(visit: _Visit, box: tuple[float, float, float, float]) -> Widget:
 
 
 def _bounds(node: Mapping[str, Any], name: str, path: str) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of a node in pixels; raise BadSample if it has none."""
     bounds = node.get("bounds")
     match bounds:
         case [x0, y0, x1, y1] if all(
