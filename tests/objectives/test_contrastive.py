@@ -45,6 +45,7 @@ def case():
     logits = torch.randn(5, 7, dtype=torch.float64, generator=random)
     positive = torch.rand(5, 7, generator=random) < 0.4
     positive[0], positive[1, :3] = False, True  # a row without, a row with several positives
+    positive[2] = torch.arange(7) == 3
     candidate_valid = torch.tensor([True, False, True, True, True, False, True])
     return logits, positive, candidate_valid
 

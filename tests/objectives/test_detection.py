@@ -30,9 +30,8 @@ def test_the_cost_is_that_of_the_paper():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 4), st.integers(0, 2), st.integers(0, 2**31))
 def test_no_assignment_is_cheaper(objects, more, seed):
-    cost = torch.randn(
-        objects + more, objects, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    random = torch.Generator().manual_seed(seed)
+    cost = torch.randn(objects + more, objects, dtype=torch.float64, generator=random)
     (chosen,) = match([cost])
     assert len(set(chosen.tolist())) == objects
     total = sum(cost[query, number].item() for number, query in enumerate(chosen))
@@ -48,9 +47,8 @@ def test_what_is_not_finite_is_never_preferred_and_never_ends_the_run():
 
 
 def test_images_without_objects_are_matched_with_nothing():
-    cost = matching_cost(
-        torch.randn(2, 4, 6), torch.rand(2, 4, 4), torch.zeros(0).long(), torch.zeros(0, 4)
-    )
+    logits, boxes = torch.randn(2, 4, 6), torch.rand(2, 4, 4)
+    cost = matching_cost(logits, boxes, torch.zeros(0).long(), torch.zeros(0, 4))
     assert cost.shape == (2, 4, 0)
     assert all(len(chosen) == 0 for chosen in match(list(cost)))
     assert match([]) == []

@@ -108,9 +108,8 @@ def test_an_equal_caption_of_another_image_is_no_negative(by_id):
 
 def test_a_caption_of_the_image_that_comes_with_another_one_is_no_negative():
     ids = torch.tensor([[1, 11], [1, 12], [2, 12], [3, 13]])
-    drawn = hard_negatives(
-        10 * torch.eye(4).roll(2, 0), ids, torch.ones(4) > 0, torch.rand(4, 2), 4
-    )
+    similarity = 10 * torch.eye(4).roll(2, 0)
+    drawn = hard_negatives(similarity, ids, torch.ones(4) > 0, torch.rand(4, 2), 4)
     assert drawn.text_for_image.tolist()[:3] == [3, 3, 3]
     assert drawn.image_for_text.tolist()[:3] == [3, 3, 3]
 

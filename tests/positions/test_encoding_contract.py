@@ -171,13 +171,10 @@ def test_the_grid_of_the_options_stands_in_for_a_missing_one(name, options):
     assert torch.equal(run(x, PositionContext(GRID, 1)), run(x, PositionContext(None, 1)))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("irpe-euclidean", "irpe-cross", "irpe-product", "shaw", "huang", "transformer-xl"),
-        *("alibi-2d", "rope-axial", "rope-mixed", "sasa"),
-    ],
-)
+OF_OFFSETS = ["irpe-euclidean", "irpe-cross", "irpe-product", "shaw", "huang", "transformer-xl"]
+
+
+@pytest.mark.parametrize("name", [*OF_OFFSETS, "alibi-2d", "rope-axial", "rope-mixed", "sasa"])
 def test_only_offsets_matter(name):
     encoding = made(name, {"reach": 3} if name == "sasa" else {}, None)
     large, small = (6, 8), (2, 3)
@@ -218,14 +215,10 @@ def test_the_prefix_has_no_place(name, options):
         assert options.get("summation") == "suffix" or bias[..., 2:, 2:].std() > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        case
-        for case in CASES
-        if case[0] not in ("cope", "rope-1d", "sine-1d", "learned-1d", "md-sine")
-    ],
-)
+FREE = ("cope", "rope-1d", "sine-1d", "learned-1d", "md-sine")
+
+
+@pytest.mark.parametrize(("name", "options"), [case for case in CASES if case[0] not in FREE])
 def test_other_numbers_of_tokens_are_named(name, options):
     run, _ = in_attention(made(name, options))
     with pytest.raises(ValueError, match="grid"):

@@ -77,14 +77,12 @@ def test_bias_mode_is_equation_14(method, inside, shared):
                 query, key = states(prefix + grid[0] * grid[1])
                 expected = pair_vectors(position, "key", method, grid, prefix)
                 if "query" in roles:
-                    expected = expected + pair_vectors(
-                        position, "query", method, grid, prefix, transposed
-                    )
+                    other = pair_vectors(position, "query", method, grid, prefix, transposed)
+                    expected = expected + other
                 bias = position("bias", query, key, PositionContext(grid, prefix))
                 scale = (WIDTH // HEADS) ** 0.5 if inside else 1.0
-                torch.testing.assert_close(
-                    bias.expand(1, HEADS, -1, -1)[0], expected / scale, rtol=0, atol=1e-12
-                )
+                bias = bias.expand(1, HEADS, -1, -1)[0]
+                torch.testing.assert_close(bias, expected / scale, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -154,9 +154,8 @@ def test_the_middle_of_a_patch_is_that_patch(form):
                 torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     other = PositionContext((2, 6), prefix)
     query, key = states(13)
-    assert not torch.allclose(
-        plain("rotate", query, key, other)[0], spread("rotate", query, key, other)[0]
-    )
+    first, second = (model("rotate", query, key, other)[0] for model in (plain, spread))
+    assert not torch.allclose(first, second)
 
 
 def test_bfloat16_weights_of_mixed_are_multiplied_in_float32():

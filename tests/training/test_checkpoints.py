@@ -249,12 +249,10 @@ def test_the_sums_are_those_of_sha256sum(tmp_path):
     assert state["world_size"] == 1
 
 
-def judged_run(folder, figures, patience=None, resume=False, data="", steps=8):
+def judged_run(folder, figures, patience=None, resume=False, data="", steps=8, metric="accuracy"):
     """A run of 8 steps that is judged every second step, and finds these figures."""
-    found = iter(figures)
-    selection = BestCheckpoint(
-        lambda _: {"accuracy": next(found), "other": 0.5}, "accuracy", 2, patience, data
-    )
+    found = iter({metric: figure, "other": 0.5} for figure in figures)
+    selection = BestCheckpoint(lambda _: next(found), metric, 2, patience, data)
     return run(folder, resume=resume, best=selection, steps=steps)[1]
 
 
@@ -270,12 +268,15 @@ def test_the_best_model_on_the_validation_data_is_kept(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_run_ends_when_it_no_longer_gets_better(tmp_path):
-    report = judged_run(tmp_path / "run", [0.4, 0.3, 0.2, 0.9], patience=2)
+@pytest.mark.parametrize(
+    ("metric", "figures"), [("accuracy", [0.4, 0.3, 0.2, 0.9]), ("loss/itm", [0.4, 0.5, 0.6, 0.1])]
+)
+def test_a_run_ends_when_it_no_longer_gets_better(tmp_path, metric, figures):
+    report = judged_run(tmp_path / "run", figures, patience=2, metric=metric)
     assert (report["ended"], report["step"], report["best"]["step"]) == ("finished", 6, 2)
     assert (tmp_path / "run" / "checkpoints" / "step_6").is_dir()
     # Started again it knows that it has seen enough.
-    again = judged_run(tmp_path / "run", [], patience=2, resume=True)
+    again = judged_run(tmp_path / "run", [], patience=2, resume=True, metric=metric)
     assert (again["ended"], again["step"]) == ("finished", 6)
 
 
@@ -353,9 +354,8 @@ def test_what_changes_right_after_a_save_is_not_in_it(tmp_path, gate):
     assert not (tmp_path / "background" / "step_3").exists()
     gate.set()
     background.wait()
-    Checkpoints(tmp_path / "at_once", CONFIG).save(
-        twin, twin_task, Progress(step=3, skipped={"bad": 1})
-    )
+    progress = Progress(step=3, skipped={"bad": 1})
+    Checkpoints(tmp_path / "at_once", CONFIG).save(twin, twin_task, progress)
     found, expected = tmp_path / "background" / "step_3", tmp_path / "at_once" / "step_3"
     assert content(found) == content(expected)
     assert (found / "state.json").read_text() == (expected / "state.json").read_text()

@@ -3,6 +3,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from vlp.training import loop
 from vlp.training.config import PretrainConfig
 from vlp.training.loop import NonFiniteError, count_steps, nan_if_non_finite
 from vlp.training.optimiser import cosine_schedule
-from vlp.training.progress import Progress
+from vlp.training.progress import Meter, Progress
 from vlp.training.run_folder import RunFolder
 
 
@@ -35,8 +36,11 @@ def same(first, second):
     )
 
 
-def test_a_run_leaves_its_folder_as_documented(tmp_path):
+def test_a_run_leaves_its_folder_as_documented(tmp_path, monkeypatch):
+    phases = []
+    monkeypatch.setattr(loop.Watchdog, "enter", lambda self, phase: phases.append(phase))
     task, report = run(tmp_path / "run")
+    assert phases[:7] == ["data", "forward", "backward", "update", "log", "data", "forward"]
     folder = tmp_path / "run"
     assert {path.name for path in folder.iterdir()} - {"git"} == {  # of changed code
         *("config.yaml", "log.jsonl", "tensorboard", "checkpoints", "model", "report.json"),
@@ -48,6 +52,7 @@ def test_a_run_leaves_its_folder_as_documented(tmp_path):
     assert report["ended"] == "finished"
     assert report["step"] == report["total_steps"] == 8
     assert report["samples"] == report["trained_samples"] == 64
+    assert report["peak_memory_bytes"] > 2**25
     model = dict(broadcast_tensors(folder / "model" / "model.safetensors"))
     assert same(model, task.state_dict())
     assert list((folder / "tensorboard").iterdir())
@@ -293,6 +298,28 @@ def test_a_rank_without_samples_does_not_count():
     output = ranks.run([SCRIPT], 2)
     found = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
     assert found == {"loss/total": 2.0, "loss/words": 3.0, "statistics/bits": 3.0}
+
+
+def test_seconds_without_training_do_not_count(monkeypatch):
+    progress, now = Progress(), [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    meter = Meter(progress)
+    meter.add_batch(next(ToyData().batches())[0], 1.0)
+    now[0] = 10.0
+    meter.exclude(6.0)
+    record = meter.flush()
+    assert (record["samples_per_second"], record["data_wait_share"]) == (2.0, 0.25)
+    assert progress.seconds == 4.0
+
+
+def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_ends(tmp_path, caplog):
+    def fail(number):
+        (tmp_path / "report.json").mkdir()
+        raise KeyError("no such sample")
+
+    with pytest.raises(KeyError):
+        run(tmp_path, ToyData(before=fail))
+    assert f"cannot write {tmp_path / 'report.json'}" in caplog.text
 
 
 def test_schedules_that_surprise_are_said(tmp_path, capsys):

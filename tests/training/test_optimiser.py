@@ -11,11 +11,7 @@ from torch import nn
 from vlp.config import ConfigError
 from vlp.models.config import ModelConfig
 from vlp.objectives.config import ObjectivesConfig
-from vlp.positions import (
-    create_fitting_position,
-    list_positions,
-    position_options,
-)
+from vlp.positions import create_fitting_position, list_positions, position_options
 from vlp.tasks.pretraining import Pretraining
 from vlp.training.optimiser import (
     OptimiserConfig,
@@ -56,8 +52,6 @@ def test_the_two_groups_of_the_real_task_by_name(task):
 
 
 POSITION_NAMES = re.compile(r"(^|[._])tables?(_[a-z]+)?([._]|$)|(^|\.)(u|v|prefix)$")
-
-
 OPTIONS = {"roles": {"roles": ("key", "value")}, "mode": {"mode": "bias"}}
 CHOSEN = [(name, {}) for name in list_positions()] + [
     (name, {"mode": "both"} if (name, option) == ("sape", "mode") else choice)
@@ -133,12 +127,7 @@ def test_a_run_of_one_step_moves():
     assert cosine_schedule(0, 1, 1.0, 0.0, 1000) == pytest.approx(1e-3)
 
 
-@given(
-    total=st.integers(1, 300),
-    warmup=st.integers(0, 400),
-    peak=st.floats(1e-6, 1.0),
-    share=st.floats(0.0, 1.0),
-)
+@given(st.integers(1, 300), st.integers(0, 400), st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
 def test_rates_rise_once_then_fall_and_stay_within_bounds(total, warmup, peak, share):
     final = peak * share
     rates = [cosine_schedule(step, total, peak, final, warmup) for step in range(total + 5)]

@@ -141,12 +141,7 @@ def test_checkpointing_of_activations_may_be_true_or_false(given, read):
 
 
 def test_a_resampled_stream_knows_no_streams():
-    data = {"sources": ["none"], "epoch_samples": 1000}
-    config = PretrainConfig.model_validate(
-        {
-            "data": data | {"canonical_streams": 4},
-            "objectives": {"contrastive": {"kind": "itc"}, "itm": {"group": 2}},
-            "training": {"batch": 24},
-        }
-    )
-    assert config.world_sizes() == [1, 2, 3, 4, 6, 12]
+    data = {"sources": ["none"], "epoch_samples": 1000, "canonical_streams": 4}
+    objectives = {"contrastive": {"kind": "itc"}, "itm": {"group": 2}}
+    values = {"data": data, "objectives": objectives, "training": {"batch": 24}}
+    assert PretrainConfig.model_validate(values).world_sizes() == [1, 2, 3, 4, 6, 12]

@@ -152,9 +152,8 @@ def test_a_rank_ends_with_its_launcher_but_not_with_a_shell(launched):
     if not launched:
         time.sleep(2.5)  # it looks every second
         os.kill(child, signal.SIGTERM)
-    assert parent.stdout.readline().strip() == (
-        "the end of its launcher" if launched else "SIGTERM"
-    )
+    reason = "the end of its launcher" if launched else "SIGTERM"
+    assert parent.stdout.readline().strip() == reason
 
 
 SCRIPT = Path(__file__).with_name("together_ranks.py")

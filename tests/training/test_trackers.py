@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 import time
 
@@ -85,6 +86,7 @@ def test_mlflow_in_the_run_folder(tmp_path, monkeypatch):
     assert {metric.step: metric.value for metric in losses} == {1: 1.0, 2: 0.5, 3: 1 / 3}
     [recall, _] = client.get_metric_history(one, "validation/text_to_image R_1")
     assert recall.value == 0.2
+    assert recall.timestamp / 1000 == pytest.approx(time.time(), abs=600)
     run = client.get_run(one)
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
     assert run.data.tags["training.batch"] == "8"
@@ -114,10 +116,22 @@ def test_a_tracker_that_fails_is_left_out(tmp_path, capsys):
 
     folder = RunFolder(tmp_path, resume=False)
     with RunLog(folder, 0, 2, {"wandb": Lost()}) as log:
-        log.write({"step": 1, "loss/total": 1.0})
-        log.write({"step": 2, "loss/total": 1.0})
-    assert capsys.readouterr().err.count("wandb gets no more figures: no network") == 1
+        for step in (1, 2):
+            log.write({"step": step, "loss/total": 1.0})
+            log.advance()
+    printed = capsys.readouterr().err
+    assert printed.count("wandb gets no more figures: no network") == 1
+    assert "2/2 [" in printed  # the bar is drawn once more at the end
     assert len(folder.log.read_text().splitlines()) == 2
+
+
+def test_other_ranks_write_nothing(capsys):
+    with RunLog(None, 0, 1) as log:
+        log.write({"step": 1})
+        log.write_validation(1, {"accuracy": 0.5})
+        log.advance()
+        log.info("nothing")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_cannot_be_used_is_said_before_the_training(monkeypatch):
@@ -126,8 +140,10 @@ def test_what_cannot_be_used_is_said_before_the_training(monkeypatch):
         require_trackers(["mlflow"])
     require_access(["tensorboard"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
     with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
         require_access(["mlflow"])
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
 
 
 def test_steps_and_validations_after_the_checkpoint_and_a_torn_line_are_removed(tmp_path):

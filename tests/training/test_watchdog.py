@@ -19,10 +19,8 @@ def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
     assert hangs
     assert detector.update([after(FIRST, 13, 4), other], 13.0) == ([], False)
     back = FIRST._replace(number=2, host="node-b", phase_count=21)
-    assert detector.update([FIRST._replace(number=5, phase_count=21), back], 15.0) == (
-        ["rank 1 (node-b) is back after 15 s"],
-        False,
-    )
+    said, hangs = detector.update([FIRST._replace(number=5, phase_count=21), back], 15.0)
+    assert (said, hangs) == (["rank 1 (node-b) is back after 15 s"], False)
 
 
 def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():

@@ -115,6 +115,9 @@ def test_batches_are_independent_of_ranks_and_workers(make_shards, make_data, wo
     whole = list(data.batches(stop_after=2 * per_epoch))
     ends = [0, *(after for _, after in whole)]
     assert [data.batches_left(after, 2) for after in ends] == [*range(2 * per_epoch, -1, -1)]
+    for wrong in ({"samples_consumed": 1}, {"world_size": 3}):
+        with pytest.raises(ConfigError):
+            data.batches(**wrong)
 
     def run(world_size, consumed, batches):
         data = make_data(*folders, workers=workers, shuffle=shuffle)

@@ -1,5 +1,5 @@
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import islice
 from math import ceil
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
-from vlp.data.stream.loader import ShardAwareBatchSampler, concurrent_shards
+from vlp.data.stream.loader import BatchDataset, ShardAwareBatchSampler, concurrent_shards
 from vlp.data.stream.rng import make_rng, stable_hash
 from vlp.data.stream.sampler import SampleIndex, SlidingSampler, Source, TrainingSampler
 
@@ -72,9 +72,12 @@ weights = st.sampled_from([0.1, 0.5, 1.0, 2.0])
 def test_windows_against_their_definition(sources, streams, window, seed, epoch):
     pools = [Source(*source) for source in sources] + [Source([3, 2])]
     order = TrainingSampler(pools, streams, window, seed)
-    assert epoch_of(order, epoch, 2 * streams) == slow_epoch(
-        pools, streams, window, seed, epoch, 2 * streams
-    )
+    for each in (2, window):
+        expected = slow_epoch(pools, streams, window, seed, epoch, each * streams)
+        assert epoch_of(order, epoch, each * streams) == expected
+    for number, batch in enumerate(expected):
+        shards = {(sample.source, sample.shard) for sample in batch if sample is not None}
+        assert set(order.shards_of_unit(epoch, number)) == shards
 
 
 runs = st.tuples(sizes, st.integers(1, 6), st.integers(1, 5), st.integers(1, 8), st.integers(0, 5))
@@ -110,9 +113,8 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other)
 
     def take(steps, size):
         for step in steps:
-            seen.extend(
-                (step.epoch, slot) for slot in order.slots(step.epoch, step.start, size) if slot
-            )
+            slots = order.slots(step.epoch, step.start, size)
+            seen.extend((step.epoch, slot) for slot in slots if slot)
             assert len(seen) == step.consumed
         return steps[-1].consumed if steps else consumed
 
@@ -143,7 +145,7 @@ def test_numbers_that_fit_no_run():
         order.slots(0, 0, 6)
 
 
-@pytest.mark.parametrize("pools", [[], [Source([])], [Source([0, 0]), Source([0])]])
+@pytest.mark.parametrize("pools", [[], [Source([0, 0]), Source([0])], [Source([5], 1e-9)]])
 def test_no_samples_is_an_error_not_a_hang(pools):
     with pytest.raises(ConfigError, match="hold no samples"):
         TrainingSampler(pools, 2, 4, 0)
@@ -163,12 +165,8 @@ def slow_streams(sizes, streams, window, seed, epoch):
     ordered = [
         pieces[n] for n in sorted(range(len(pieces)), key=lambda n: (pieces[n][0], mixed[n]))
     ]
-    return [
-        slow_stream(
-            [piece for owner, piece in ordered if owner == stream], window, seed, epoch, stream
-        )
-        for stream in range(streams)
-    ]
+    chunks = [[piece for owner, piece in ordered if owner == stream] for stream in range(streams)]
+    return [slow_stream(each, window, seed, epoch, stream) for stream, each in enumerate(chunks)]
 
 
 def slow_stream(chunks, window, seed, epoch, stream):
@@ -251,8 +249,7 @@ numbers = st.integers(1, 4)
 @given(st.sampled_from([TrainingSampler, SlidingSampler]), shards, st.sampled_from([0.3, 1.0]),
        numbers, numbers, st.integers(1, 7), st.integers(0, 5))  # fmt: skip
 def test_every_shard_is_asked_for_before_it_is_read(
-    kind, sizes, weight, streams, each, window,
-    start
+    kind, sizes, weight, streams, each, window, start
 ):  # fmt: skip
     sampler = kind([Source(sizes, weight), Source([3, 1], 0.5)], streams, window, 0)
     batch = streams * each
@@ -281,10 +278,11 @@ def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
         dealt = [one for found in shared[: number + workers] for one in found.ahead]
         assert dealt[: len(asked)] == asked
     assert len(shared[0].ahead) == -(-len(alone[0].ahead) // workers)
-    assert all(
-        not found.ahead
-        for found in ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 9, fetchers=0)
-    )
+    fetched = []
+    BatchDataset(defaultdict(int), lambda *shard: fetched.append(shard)).__getitems__(alone[0])
+    assert fetched == alone[0].ahead
+    without = ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 9, fetchers=0)
+    assert not any(found.ahead for found in without)
 
 
 def test_a_rank_asks_for_what_it_reads_alone():

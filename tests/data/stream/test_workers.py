@@ -70,8 +70,7 @@ def test_workers_end_with_their_process(tmp_path, method):
 
 if __name__ == "__main__":
     held = FolderLock(Path(sys.argv[1]))
-    if len(sys.argv) > 2:
-        set_start_method(sys.argv[2])
+    set_start_method(sys.argv[2])
     running = started()
     print("started", flush=True)
     time.sleep(60)

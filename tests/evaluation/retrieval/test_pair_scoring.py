@@ -36,9 +36,9 @@ def collected(loaded, shards, memory=ALL, limit=None):
     return encoder, encoder.collect(ProcessGroup())
 
 
-def scores(encoder, collection, pairs, batch=3):
+def scores(encoder, collection, pairs, **how):
     scorer = PairScorer(encoder, collection)
-    return match_pairs(pairs, scorer, scorer.groups(pairs), scorer.order(pairs), batch)
+    return match_pairs(pairs, scorer, scorer.groups(pairs), scorer.order(pairs), 3, **how)
 
 
 @pytest.fixture
@@ -88,11 +88,7 @@ def test_memory_and_ranks_change_no_bit(model_folder, scene_shards, small_bucket
             done = {block: work(block) for half in halves for block in half}
             return [done[block] for block in range(count)]
 
-    scorer = PairScorer(encoder, collection)
-    ranks = Two(0, 2)
-    found = match_pairs(
-        pairs, scorer, scorer.groups(pairs), scorer.order(pairs), 3, processes=ranks
-    )
+    found = scores(encoder, collection, pairs, processes=Two(0, 2))
     np.testing.assert_array_equal(found, expected)
 
 
@@ -100,15 +96,17 @@ def test_each_image_is_prepared_once_for_a_bucket(model_folder, scene_shards, sm
     loaded = vlp.load(model_folder)
     encoder, collection = collected(loaded, scene_shards)
     pairs = some_pairs(collection, 1.0)
-    prepared = []
-    real = encoder.itm_scorer.prepare_image
-    encoder.itm_scorer.prepare_image = lambda image: prepared.append(1) or real(image)
+    scorer, prepared = encoder.itm_scorer, []
+    image, texts = scorer.prepare_image, scorer.prepare_texts
+    scorer.prepare_image = lambda part: prepared.append("image") or image(part)
+    scorer.prepare_texts = lambda part: prepared.append("texts") or texts(part)
     scores(encoder, collection, pairs)
-    on_bucket = (
-        assign_buckets(encoder.text_lengths, encoder.batch, matching.MAX_BUCKET_TOKENS).max() + 1
-    )
-    assert on_bucket > 1
-    assert len(prepared) == len(collection.image_features) * on_bucket
+    buckets = assign_buckets(encoder.text_lengths, encoder.batch, 130).max() + 1
+    assert buckets > 1
+    assert prepared.count("image") == len(collection.image_features) * buckets
+    # Every block of texts is prepared once for seven images.
+    passes = -(-len(collection.image_features) // 7)
+    assert prepared.count("texts") == len(encoder.text_lengths) * passes
 
 
 @given(st.lists(st.integers(3, 12), max_size=30), st.integers(1, 5), st.integers(1, 200))
@@ -155,9 +153,8 @@ def test_chunks_give_the_ranks_and_order_of_the_full_matrix(seed, queries, candi
     positives = random_positives(generator, queries, candidates, 3)
     found = search(query, candidate, positives, top, query_chunk=4, candidate_chunk=7)
     scores = (query @ candidate.T).numpy()
-    assert (
-        found.ranks.tolist() == pessimistic_ranks(scores, full_mask(positives, candidates)).tolist()
-    )
+    mask = full_mask(positives, candidates)
+    assert found.ranks.tolist() == pessimistic_ranks(scores, mask).tolist()
     order = np.argsort(-scores, axis=1, kind="stable")[:, :top]
     assert found.nearest.tolist() == order.tolist()
     np.testing.assert_array_equal(found.similarities, np.take_along_axis(scores, order, axis=1))
@@ -171,6 +168,7 @@ def test_equal_images_tie_wherever_they_stand():
     candidate = one.repeat(101, 1)
     found = search(query, candidate, np.full((50, 1), 3), query_chunk=7, candidate_chunk=11)
     assert found.ranks.tolist() == [100] * 50
+    assert found.nearest.shape == (50, 0)
 
 
 def test_similarity_stays_float32_under_autocast():
@@ -270,3 +268,5 @@ def test_matching_keeps_to_groups_and_returns_the_order_of_the_pairs():
 def test_nothing_to_match_calls_nobody():
     none = np.zeros(0, dtype=np.int64)
     assert len(match_pairs(CandidatePairs(none, none), None, none, none, 4)) == 0
+    found = search(torch.zeros(0, 4), torch.ones(3, 4), np.zeros((0, 1), dtype=np.int64), 2)
+    assert (found.ranks.shape, found.nearest.shape) == ((0,), (0, 2))

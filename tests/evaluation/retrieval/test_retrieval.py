@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 from retrieval_stub import Stub, StubITMScorer, StubModel, make_stub, png, write_numbered
+from tests_support import unit
 from torch.nn import functional
 
 import vlp
@@ -80,6 +81,8 @@ def test_recall_equals_the_full_matrices(numbered, rerank, rerank_by, batch):
     result = evaluate_retrieval(stub, [numbered], EvalOptions(batch=batch), match_batch=3, **how)
     expected = slow_recalls(stub, CAPTIONS, rerank, rerank_by)
     assert result.counts == {"images": len(CAPTIONS), "texts": sum(CAPTIONS)}
+    numbers = [row["caption"] for row in result.predictions if "caption" in row]
+    assert numbers == [number for count in CAPTIONS for number in range(count)]
     for key, value in expected.items():
         figure = result.figures[key]
         assert figure.value == pytest.approx(value), key
@@ -166,12 +169,11 @@ def test_block_cache_drops_the_least_recently_used():
 def test_a_real_model_keeps_its_mode_and_gives_the_same_table_twice(model_folder, scene_shards):
     loaded = vlp.load(model_folder)
     loaded.model.train()
-    first = evaluate_retrieval(loaded, [scene_shards], rerank=4, options=EvalOptions(batch=8))
+    options = EvalOptions(batch=8)
+    first = evaluate_retrieval(loaded, [scene_shards], options, rerank=4)
     assert loaded.model.training
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        second = evaluate_retrieval(
-            loaded, [scene_shards], EvalOptions(batch=8), rerank=4, memory=0
-        )
+        second = evaluate_retrieval(loaded, [scene_shards], options, rerank=4, memory=0)
     assert first == second
     assert first.counts["images"] == 21
     assert 0 <= first.recall("rerank", "text_to_image", 10).value <= 1
@@ -202,14 +204,12 @@ def test_ranks_are_those_of_pixels_but_for_rounding(
     monkeypatch.setattr(samples, "decode_image", None)
     stored = evaluate_retrieval(loaded, [scene_shards], options, rerank=4, features=[features])
     assert (stored.counts, stored.skipped) == (plain.counts, {})
-    assert [row | {"ranks": 0} for row in stored.predictions] == [
-        row | {"ranks": 0} for row in plain.predictions
+    ranks = [
+        np.array([row.pop("ranks")["dual"] for row in one.predictions]) for one in (plain, stored)
     ]
-    first, second = (
-        np.array([row["ranks"]["dual"] for row in found.predictions]) for found in (plain, stored)
-    )
-    assert (first == second).mean() > 0.9
-    assert np.abs(first - second).max() <= 3
+    assert stored.predictions == plain.predictions
+    assert (ranks[0] == ranks[1]).mean() > 0.9
+    assert np.abs(ranks[0] - ranks[1]).max() <= 3
 
 
 def test_several_folders_hold_features_together(
@@ -219,6 +219,7 @@ def test_several_folders_hold_features_together(
     with ShardWriter(other) as writer:
         for number, scene in enumerate(distinct_scenes(50, 5)):
             writer.write(f"{number}", encode_png(render(scene)), "png", annotation(scene))
+        writer.write("broken", b"no image", "png", annotation(scene))
     others = store_features(model_folder, other, tmp_path)
     ask = ["retrieval", "--model", str(model_folder), "--shards", str(scene_shards)]
     ask += ["--bank", str(other), "--features", str(features)]
@@ -227,6 +228,7 @@ def test_several_folders_hold_features_together(
     assert main([*ask, str(others)]) == 0
     table = capsys.readouterr().out
     assert "normalised by the queries" in table
+    assert "skipped there: 1 unreadable image" in table
     assert "are in the bank" not in table
 
 
@@ -243,12 +245,6 @@ def test_another_tower_or_other_shards_are_refused(
         loaded.model.image_encoder.vit.norm.bias += 1
     with pytest.raises(ConfigError, match=r"weights is '\w+' there, '\w+' here"):
         evaluate_retrieval(loaded, [scene_shards], features=[features])
-
-
-def unit(*shape):
-    return functional.normalize(
-        torch.randn(*shape, generator=torch.Generator().manual_seed(3)), dim=-1
-    )
 
 
 @pytest.mark.parametrize("temperature", [0.02, 0.1, 10.0])

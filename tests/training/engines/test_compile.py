@@ -237,18 +237,10 @@ def test_steps_have_the_same_losses_of(how, rows, text_window):
 
 TOWERS = {
     "image": POOLED_TOWER | {"trainable": 1},
-    "text": {
-        "architecture": {
-            "model_type": "distilbert",
-            "vocab_size": 64,
-            "dim": 24,
-            "n_layers": 3,
-            "n_heads": 2,
-            "hidden_dim": 48,
-            "max_position_embeddings": 16,
-        }
-    },
-}
+    "text": {"architecture": {"model_type": "distilbert", "vocab_size": 64, "dim": 24,
+                              "n_layers": 3, "n_heads": 2, "hidden_dim": 48,
+                              "max_position_embeddings": 16}},
+}  # fmt: skip
 
 
 def model(**parts):
