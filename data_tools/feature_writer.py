@@ -74,7 +74,7 @@ def feature_writer(
 
     def tower(pixels: Tensor) -> Tensor:  # (B, views, 3, S, S) to (B, views, tokens, width)
         states = [plain_tower(pixels[:, 0]), *map(encoder.tower, pixels[:, 1:].unbind(1))]
-        return torch.stack([encoder.pooled(state) for state in states], dim=1)
+        return torch.stack([encoder.pool_patches(state) for state in states], dim=1)
 
     with torch.no_grad():
         tokens, width = tower(torch.zeros(1, 1, 3, side, side, device=device)).shape[2:]

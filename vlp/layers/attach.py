@@ -71,11 +71,11 @@ def attach(
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if fused not in (None, True, False):
         raise ValueError(f"fused is True, False or None, not {fused!r}")
-    from vlp.layers.backbones.adapters import sizes_of
+    from vlp.layers.backbones.adapters import attention_sizes
 
     adapter, encoding = _adapter(model), _Encoding(name, on, options)
     layers = adapter.layers()
-    weight, _, heads = sizes_of(layers[0])
+    weight, _, heads = attention_sizes(layers[0])
     first = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
     on_tokens = encoding.acts_on_tokens(first)
     if on_tokens:
@@ -93,7 +93,7 @@ def attach(
         )
     per_layer = []
     for layer in () if on_tokens else layers:
-        weight, width, heads = sizes_of(layer)
+        weight, width, heads = attention_sizes(layer)
         sizes = {"width": width, "heads": heads, "grid": adapter.layer_grid(layer)}
         per_layer.append(encoding(weight, layer.training, **sizes))
 

@@ -162,7 +162,7 @@ class AnswerDecoder(nn.Module):
             pasts: each layer's cached keys and values of all tokens but the last; the last token's
                 are appended, and only its state is returned.
         """
-        states = self._words(embedding)(ids)
+        states = self._text_embedding(embedding)(ids)
         if pasts is not None:
             states = states[:, -1:]
         for number, layer in enumerate(self.layers):
@@ -172,10 +172,10 @@ class AnswerDecoder(nn.Module):
 
     def logits(self, states: Tensor, embedding: TextEmbedding) -> Tensor:
         """Map states (..., width) to logits (..., vocabulary)."""
-        out: Tensor = self.head(states, self._words(embedding).word.weight)
+        out: Tensor = self.head(states, self._text_embedding(embedding).word.weight)
         return out
 
-    def _words(self, embedding: TextEmbedding) -> TextEmbedding:
+    def _text_embedding(self, embedding: TextEmbedding) -> TextEmbedding:
         return embedding if self.embedding is None else self.embedding
 
 

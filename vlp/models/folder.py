@@ -26,12 +26,12 @@ from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json, write_tensors
 from vlp.models.config import SHORTHANDS, ModelConfig
-from vlp.models.lora import merged_lora
+from vlp.models.lora import merge_lora
 from vlp.models.pretrained.load import (
     LoadReport,
     check_folder,
     copy_weights,
-    listed,
+    join_names,
     load_public_weights,
     resample_positions,
 )
@@ -89,7 +89,7 @@ def save_pretrained(
 
 def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -> None:
     """Write `config.json` and the weights of the model, with LoRA's matrices merged."""
-    state, config = merged_lora(dict(state), config)
+    state, config = merge_lora(dict(state), config)
     save_sizes(folder, config)
     _write_weights(folder / WEIGHTS, state)
 
@@ -211,17 +211,17 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     """
     folder = local_folder(folder_or_name)
     require_model(folder, folder_or_name)
-    state, trained = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
+    state, trained_config = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
-        weights, resized, unused = carry_encodings(model, trained, state)
+        weights, resized, unused = carry_encodings(model, trained_config, state)
     except ValueError as error:
         raise ValueError(f"{folder_or_name}: {error}") from error
     match_is_trained = bool(state["match_head.bias"].any()) if "match_head.bias" in state else True
-    check_folder(model.config, trained, str(folder_or_name), folder, match_is_trained)
+    check_folder(model.config, trained_config, str(folder_or_name), folder, match_is_trained)
     target = model.state_dict()
     # Parts of the model that keep their initialisation although the folder has them.
     initial: tuple[str, ...] = ()
-    if trained.cross.pooling != model.config.cross.pooling:
+    if trained_config.cross.pooling != model.config.cross.pooling:
         initial += (r"match_head\.",)
     if model.config.cross.anchor_options.threshold is not None:
         initial += (r"anchor_threshold$",)
@@ -235,16 +235,16 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     if factor in weights:
         # It is relative to `cross.token_score`, which may differ.
         start = model.config.cross.token_score
-        weights[factor] = weights[factor] * (trained.cross.token_score / start)
+        weights[factor] = weights[factor] * (trained_config.cross.token_score / start)
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
         keys = {name: name.removeprefix(_TOWER) for name in weights if name.startswith(_TOWER)}
-        fitted = fit_image_tower(
+        tower_state = fit_image_tower(
             model.image_encoder.vit, {key: weights[name] for name, key in keys.items()}
         )
-        changed = {name: fitted[key] for name, key in keys.items() if key in fitted}
-        resized = [n for n in changed if changed[n].shape != weights[n].shape] + resized
-        weights |= changed
+        tower = {name: tower_state[key] for name, key in keys.items() if key in tower_state}
+        resized = [name for name in tower if tower[name].shape != weights[name].shape] + resized
+        weights |= tower
     elif positions in weights.keys() & target.keys() and (
         weights[positions].shape != target[positions].shape
     ):
@@ -252,21 +252,21 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
             weights[positions], model.config.image.tower_grid, str(folder_or_name)
         )
         resized = [positions, *resized]
-    notes = _option_notes(model.config, trained)
+    notes = _option_notes(model.config, trained_config)
     optional = (*initial, _OPTIONAL)
     return copy_weights(model, weights, str(folder_or_name), unused, optional, resized, notes)
 
 
-def _option_notes(config: ModelConfig, trained: ModelConfig) -> list[str]:
+def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]:
     """Note other options of an encoding, with which its trained tables compute something else."""
     pairs = [
-        (f"cross.options.{name}", config.cross.options, trained.cross.options, name)
+        (f"cross.options.{name}", config.cross.options, trained_config.cross.options, name)
         for name in config.cross.position
-        if name in trained.cross.position
+        if name in trained_config.cross.position
     ] + [
-        (f"image.positions.{name}", config.image.positions, trained.image.positions, name)
+        (f"image.positions.{name}", config.image.positions, trained_config.image.positions, name)
         for name in config.image.positions
-        if name in trained.image.positions
+        if name in trained_config.image.positions
     ]
     return [
         f"{key} was {dict(theirs.get(name, {}))}, not {dict(ours.get(name, {}))}"
@@ -387,7 +387,7 @@ def require_sizes(
     wrong = [n for n, part in state.items() if n in weights and part.shape != weights[n].shape]
     size = sum(tensor.nbytes for tensor in weights.values())
     if wrong or sum(part.numel() for part in state.values()) > _MAX_TABLES + size:
-        raise ConfigError(f"{file}: the weights do not fit its sizes: {listed(wrong)}")
+        raise ConfigError(f"{file}: the weights do not fit its sizes: {join_names(wrong)}")
 
 
 def weight_shapes(file: Path) -> dict[str, list[int]]:
@@ -412,7 +412,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: damaged ({error})") from error
     invalid = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if invalid:
-        raise ValueError(f"{file}: these weights are not finite: {listed(invalid)}")
+        raise ValueError(f"{file}: these weights are not finite: {join_names(invalid)}")
     return state
 
 

@@ -166,9 +166,9 @@ class ImageEncoder(TrainableTower):
 
     def after_tower(self, states: Tensor) -> Tensor:
         """Pool the patches of a `tower` output and adapt its width -> (B, 1 + M + S, width)."""
-        return self.adapter(self.pooled(states))
+        return self.adapter(self.pool_patches(states))
 
-    def pooled(self, states: Tensor) -> Tensor:
+    def pool_patches(self, states: Tensor) -> Tensor:
         """Average squares of `image.pool` patches a side; pooled states are returned unchanged."""
         pool, (rows, columns) = self.config.pool, self.config.grid
         summary = self.config.summary_tokens

@@ -65,7 +65,7 @@ def add_lora(model: VLPModel) -> None:
                 layer.qkv_bias_separate = True  # type: ignore[assignment]
 
 
-def merged_lora(
+def merge_lora(
     state: Mapping[str, Tensor], config: ModelConfig
 ) -> tuple[dict[str, Tensor], ModelConfig]:
     """Return state and configuration of the equivalent model without LoRA: matrices merged."""
@@ -77,14 +77,14 @@ def merged_lora(
     for name, tensor in state.items():
         if name.endswith((_LOW, _HIGH)):
             continue
-        module, base, kind = name.rpartition(_BASE)
+        module, base, parameter = name.rpartition(_BASE)
         rank = next((ranks[side] for side in ranks if name.startswith(side)), None)
-        if base and kind == "weight" and rank is not None:
+        if base and parameter == "weight" and rank is not None:
             # `flatten`: the low matrix of a convolution is (rank, channels, rows, columns).
             high, low = state[module + _HIGH].float(), state[module + _LOW].float()
             product = (high.flatten(1) @ low.flatten(1)).view_as(tensor)
             tensor = tensor + (SCALE * product).to(tensor)
-        merged[f"{module}.{kind}" if base else name] = tensor
+        merged[f"{module}.{parameter}" if base else name] = tensor
     parts = {
         side: part.model_copy(update={"trainable": "all"})
         for side, part in (("text", config.text), ("image", config.image))

@@ -62,22 +62,22 @@ class TextEncoder(TrainableTower):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             # On a GPU, reading the lengths would be a synchronisation.
             in_groups = self.length_groups > 1 and not on_gpu(text_ids)
-            encode = self._in_groups if in_groups else self._states
+            encode = self._encode_in_groups if in_groups else self._encode
             states = encode(text_ids, attention_mask)
         return self.adapter(states)
 
-    def _in_groups(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode (B, N) texts in groups of similar length, without common padding, as `_states`."""
+    def _encode_in_groups(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encode (B, N) texts in groups of similar length, without common padding, as `_encode`."""
         order = attention_mask.sum(1).argsort(stable=True)
         parts = []
         for rows in order.chunk(self.length_groups):
             ids, mask = text_ids[rows], attention_mask[rows]
             longest = int(mask.sum(1).amax())
-            states = self._states(ids[:, :longest], mask[:, :longest])
+            states = self._encode(ids[:, :longest], mask[:, :longest])
             parts.append(nn.functional.pad(states, (0, 0, 0, ids.shape[1] - longest)))
         return torch.cat(parts)[order.argsort()]
 
-    def _states(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _encode(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode ids (B, N) to states before the adapter, (B, N, width of the tower)."""
         if self.tower is not None:
             output = self.tower(input_ids=text_ids, attention_mask=attention_mask.long())

@@ -85,7 +85,7 @@ _ATTENTIONS = (None, "eager", "sdpa", True, False)
 _CODE = {"quantization_config", "custom_pipelines", "trust_remote_code", "use_kernels"}
 
 
-def with_architecture(config: ModelConfig) -> ModelConfig:
+def resolve_architecture(config: ModelConfig) -> ModelConfig:
     """Replace a name or folder in `text.architecture` by the settings of its config.json."""
     name = config.text.architecture
     if not isinstance(name, str):

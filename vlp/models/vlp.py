@@ -24,7 +24,7 @@ from vlp.models.cross_encoder import (
 )
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder, require_ids
-from vlp.models.towers import with_architecture
+from vlp.models.towers import resolve_architecture
 from vlp.positions import CROSS_MODAL, PositionEncoding
 from vlp.positions.anchor_field import (
     AnchorPaths,
@@ -79,7 +79,7 @@ class VLPModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.config = config = with_architecture(config)
+        self.config = config = resolve_architecture(config)
         width = config.text.width
         self.text_encoder = TextEncoder(config.text, config.embed_dim)
         self.image_encoder = ImageEncoder(config.image, config.embed_dim)
@@ -276,8 +276,10 @@ class VLPModel(nn.Module):
             images: features of the B first images, of the B second images, ...
             image_type_embeddings: (len(images), width), added to all tokens of an image.
         """
-        typed = zip(images, image_type_embeddings)
-        states = torch.cat([image.states + embedding for image, embedding in typed], dim=1)
+        states = torch.cat(
+            [image.states + embedding for image, embedding in zip(images, image_type_embeddings)],
+            dim=1,
+        )
         by_image = [self.anchors(image, text) for image in images]
         present = [paths for paths in by_image if paths is not None]
         paths = join_paths(present) if present else None

@@ -103,14 +103,14 @@ class _Side(NamedTuple):
         return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
 
 
-def mean_reciprocal_rank(x: Tensor, y: Tensor, ids: Tensor) -> float:
+def mean_reciprocal_rank(x: Tensor, y: Tensor, pair_ids: Tensor) -> float:
     """Return the mean reciprocal rank of pairs by cosine over both directions, at most 1.
 
-    x, y: (P, D); rows i of both are a pair. ids: (P,) int64 of images, or (P, 2) of images and
+    x, y: (P, D); rows i of both are a pair. pair_ids: (P,) int64 of images, or (P, 2) of images and
     captions; pairs with an equal id are no wrong answers for each other.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
-    diagonal = torch.eye(len(ids), dtype=torch.bool)
-    cosines.masked_fill_(positives(ids, ids) & ~diagonal, -math.inf)
+    diagonal = torch.eye(len(pair_ids), dtype=torch.bool)
+    cosines.masked_fill_(positives(pair_ids, pair_ids) & ~diagonal, -math.inf)
     ranks = [pessimistic_ranks(side.numpy(), diagonal.numpy()) for side in (cosines, cosines.T)]
     return float((1 / (1 + np.stack(ranks))).mean())

@@ -85,8 +85,8 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
 def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:
     """Return whether a row of `links` (..., L, 2) has an image and a caption: (..., I, T) bool.
 
-    Images are those of the pairs `image_ids` (..., I, 2), captions those of `caption_ids`
-    (..., T, 2).
+    image_ids: (..., I, 2), pairs with the images; caption_ids: (..., T, 2), pairs with the
+    captions.
     """
     linked = _pair_hash(links[..., 0], links[..., 1]).sort(-1).values
     pairs = _pair_hash(image_ids[..., :, None, 0], caption_ids[..., None, :, 1])

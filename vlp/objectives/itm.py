@@ -96,27 +96,27 @@ def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
 
 
 @region
-def itm_loss(logits: Tensor, labels: Tensor, weight: Tensor) -> Loss:
+def itm_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Loss:
     """Compute the cross-entropy of logits (R, 2) and `labels` (R,), 1 = matched, 0 = not.
 
-    weight: (R,) bool; other rows (an empty row, or no negative exists) are not counted.
+    mask: (R,) bool; other rows (an empty row, or no negative exists) are not counted.
     """
     (logits,) = full_precision(logits)
     rows = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
-    return Loss(torch.where(weight, rows, 0).sum(), weight.sum())
+    return Loss(torch.where(mask, rows, 0).sum(), mask.sum())
 
 
 @region
-def listwise_itm_loss(matched: Tensor, wrong: Tensor, weight: Tensor) -> Loss:
+def listwise_itm_loss(positive: Tensor, negative: Tensor, mask: Tensor) -> Loss:
     """Compute the cross-entropy of each matching pair against its K negatives.
 
-    matched: (R,) and wrong: (R, K), log-odds of matching pairs and of their negatives; weight: (R,)
-    bool, False = not counted.
+    positive: (R,) and negative: (R, K), log-odds of matching pairs and of their negatives; mask:
+    (R,) bool, False = not counted.
     """
-    matched, wrong = full_precision(matched, wrong)
+    positive, negative = full_precision(positive, negative)
     # Negatives are sampled by exp(similarity / temperature), so that at the optimum of this sampled
     # softmax log-odds + similarity / temperature is the log-probability of the match (Bengio and
     # Senecal 2008); re-ranking sorts by this sum.
-    lists = torch.cat([matched[:, None], wrong], dim=1)
-    rows = lists.logsumexp(1) - matched
-    return Loss(torch.where(weight, rows, 0).sum(), weight.sum())
+    lists = torch.cat([positive[:, None], negative], dim=1)
+    rows = lists.logsumexp(1) - positive
+    return Loss(torch.where(mask, rows, 0).sum(), mask.sum())

@@ -147,13 +147,13 @@ def _caption_loss(logits: Tensor, positive: Tensor, candidates: Tensor, valid: T
 
 def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
     """Compute the words' loss: logits and `has_word` (groups, texts, N, images)."""
-    wrong = ~has_word & valid[:, None, None, :]
+    negative = ~has_word & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
-    negatives = logits.masked_fill(~wrong, lowest).logsumexp(-1, keepdim=True)
-    losses = torch.where(has_word, functional.softplus(negatives - logits), 0)
-    mask = word_mask & valid[..., None] & wrong.any(-1)
-    words = losses.sum(-1) / has_word.sum(-1).clamp(min=1)
-    return Loss(torch.where(mask, words, 0).sum(), mask.sum())
+    log_sum = logits.masked_fill(~negative, lowest).logsumexp(-1, keepdim=True)
+    pair_losses = torch.where(has_word, functional.softplus(log_sum - logits), 0)
+    word_losses = pair_losses.sum(-1) / has_word.sum(-1).clamp(min=1)
+    mask = word_mask & valid[..., None] & negative.any(-1)
+    return Loss(torch.where(mask, word_losses, 0).sum(), mask.sum())
 
 
 def _images_with_word(word_ids: Tensor, word_mask: Tensor, of_image: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def chebyshev_distance(x: Tensor) -> Tensor:
     """Return y[m] = min over patches i of x[i] + |m - i|, Chebyshev: (..., rows, columns, N)."""
     rows = list(x.unbind(-3))
     for row, previous in _sweep(len(rows)):
-        rows[row] = torch.minimum(rows[row], _with_neighbours(rows[previous]) + 1)
+        rows[row] = torch.minimum(rows[row], _minimum_of_three(rows[previous]) + 1)
     return distance_along_axis(torch.stack(rows, -3), -2)
 
 
@@ -52,7 +52,8 @@ def _sweep(length: int) -> list[tuple[int, int]]:
     return forward + [(previous, index) for index, previous in reversed(forward)]
 
 
-def _with_neighbours(row: Tensor) -> Tensor:
+def _minimum_of_three(row: Tensor) -> Tensor:
+    # Of each column and both its neighbours.
     columns = row.shape[-2]
     padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
     sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
@@ -126,7 +127,7 @@ def _launch(
     if path.numel():
         with torch.cuda.device(path.get_device()):
             # `reachable_bytes` stands in for tensors that the kernel does not use.
-            kernels().path_forward_kernel[_programs(path)](
+            kernels().path_forward_kernel[_launch_grid(path)](
                 distance,
                 reachable_bytes if word_mask is None else word_mask.contiguous().view(torch.uint8),
                 path,
@@ -157,7 +158,7 @@ def _launch_backward(path_grad: Tensor, winner: Tensor, window: list[int], metri
     gradient = torch.empty_like(winner, dtype=path_grad.dtype)
     if gradient.numel():
         with torch.cuda.device(gradient.get_device()):
-            kernels().path_backward_kernel[_programs(gradient)](
+            kernels().path_backward_kernel[_launch_grid(gradient)](
                 path_grad,
                 winner,
                 gradient,
@@ -211,7 +212,7 @@ def _window_entries(text_reach: int, patch_reach: int) -> int:
     return (2 * text_reach + 1) * (2 * patch_reach + 1) ** 2
 
 
-def _programs(x: Tensor) -> tuple[int]:
+def _launch_grid(x: Tensor) -> tuple[int]:
     """Return Triton's launch grid: blocks of one pair's entries, times pairs."""
     return (len(x) * -(-x[0].numel() // _BLOCK),)
 
@@ -254,8 +255,8 @@ def anchor_distance(
 
     An anchor is an entry with S >= delta; its distance is 1 / S. The hard form, the limit of Eq. 4
     for tau -> infinity, sets all other entries to +inf. The soft form, Eq. 4 as printed, sets them
-    to exp(tau (delta - S)) / delta. Both give equal paths to anchors unless some S lies within
-    1.6e-5 below delta.
+    to exp(tau (delta - S)) / delta. With the default delta, tau and windows both give equal paths
+    to anchors, unless some S lies within 1.6e-5 below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
@@ -313,8 +314,9 @@ def anchor_path(
         kernel: False uses PyTorch on a GPU, too.
 
     Returns:
-        The path (..., M, N, G): steps of patches and tokens both add 1 (papers.md#ace-a16). It is
-        0 where no anchor is in the windows; and `reachable`, bool, False there.
+        The path (..., M, N, G), in which a step of one patch and a step of one token both add 1
+        (papers.md#ace-a16); it is 0 where no anchor is in the windows. And `reachable`, bool, which
+        is False there.
     """
     rows, columns = grid
     if rows * columns != distance.shape[-3]:

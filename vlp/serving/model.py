@@ -25,7 +25,7 @@ from vlp.data.text.tokenizer import TextTokens
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import CONFIG, read_config, read_model, save_model, to_device
-from vlp.models.pretrained.load import check_folder, listed
+from vlp.models.pretrained.load import check_folder, join_names
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, broadcast_pairs
@@ -204,7 +204,7 @@ class VlpModel(_VlpPreTrainedModel):
                     "output of the processor or tokenizer"
                 )
             mask = ids != 0
-        ids, mask, _ = self._texts(ids, mask)
+        ids, mask, _ = self._text_inputs(ids, mask)
         feature = self.model.project_text(self.model.text_encoder(ids, mask), mask)
         return functional.normalize(feature, dim=-1) if normalize else feature
 
@@ -220,7 +220,7 @@ class VlpModel(_VlpPreTrainedModel):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> BaseModelOutputWithPooling:
         """Embed texts, ids and mask (B, N), as CLIPModel does: `pooler_output` (B, d)."""
-        input_ids, mask, _ = self._texts(input_ids, attention_mask)
+        input_ids, mask, _ = self._text_inputs(input_ids, attention_mask)
         states = self.model.text_encoder(input_ids, mask)
         return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
 
@@ -245,9 +245,9 @@ class VlpModel(_VlpPreTrainedModel):
         word_mask: Tensor | None = None,
     ) -> TextFeatures:
         """Encode texts (B, N) for calls of `self.model`; arguments as of `forward`."""
-        return self.model.encode_text(*self._texts(input_ids, attention_mask, word_mask))
+        return self.model.encode_text(*self._text_inputs(input_ids, attention_mask, word_mask))
 
-    def _texts(
+    def _text_inputs(
         self, input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None = None
     ) -> TextTokens:
         max_tokens = self.model.config.text.max_tokens
@@ -374,7 +374,7 @@ def load_state(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> di
     names = [[name.removeprefix(_PREFIX) for name in group] for group in (missing, unexpected)]
     for problem, group in zip(("state_dict lacks", "the model lacks"), names):
         if group:
-            logger.warning("%s these weights: %s", problem, listed(group))
+            logger.warning("%s these weights: %s", problem, join_names(group))
     keys = dict(zip(("missing_keys", "unexpected_keys"), map(set, names)))
     return {**keys, "mismatched_keys": set(), "error_msgs": []}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evaluation.samples import EvaluationError
 from evaluation.suite.others import Towers
-from vlp.models.pretrained.load import listed
+from vlp.models.pretrained.load import join_names
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.towers import position_offset
 
@@ -40,10 +40,12 @@ class DualEncoder(Towers):
         if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
             raise EvaluationError(
                 f"transformers:{name} is read as a {type(self.module).__name__}, and its files "
-                f"lack these weights, which would be random: {listed(missing)}"
+                f"lack these weights, which would be random: {join_names(missing)}"
             )
         if unused := sorted(report["unexpected_keys"]):
-            logger.warning("transformers:%s: these weights are not used: %s", name, listed(unused))
+            logger.warning(
+                "transformers:%s: these weights are not used: %s", name, join_names(unused)
+            )
         if not (hasattr(self.module, "get_text_features") and hasattr(self.module, "logit_scale")):
             kind = type(self.module).__name__
             raise EvaluationError(

@@ -118,11 +118,11 @@ def test_pooled_layers_survive_the_pooling_of_patches():
     model = VLPModel(config).eval()
     with torch.no_grad():
         stored = model.image_encoder.tower(torch.randn(2, 3, 56, 56))
-        once = model.image_encoder.pooled(stored)
+        once = model.image_encoder.pool_patches(stored)
         assert stored.shape[1] == 1 + 16 + 2
         assert once.shape[1] == 1 + 4 + 2
         assert torch.equal(once[:, 5:], stored[:, 17:])
-        assert torch.equal(model.image_encoder.pooled(once), once)
+        assert torch.equal(model.image_encoder.pool_patches(once), once)
         assert model.encode_image(stored).tokens.shape[1] == 4
 
 
@@ -183,7 +183,7 @@ def test_pooled_patches_are_means_of_squares_and_another_width_is_adapted():
     assert torch.allclose(encoder(pixels), expected, atol=1e-6)
     # A stored output takes the place of pixels, and half precision is widened.
     assert torch.equal(encoder(states), encoder(pixels))
-    assert torch.equal(encoder(encoder.pooled(states)), encoder(pixels))
+    assert torch.equal(encoder(encoder.pool_patches(states)), encoder(pixels))
     assert encoder(states.half()).dtype == torch.float32
     with pytest.raises(ValueError, match="stored tower outputs"):
         encoder(states, lambda patches: patches)

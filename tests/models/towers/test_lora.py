@@ -7,7 +7,7 @@ from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.models import lora
 from vlp.models.folder import save_pretrained
-from vlp.models.lora import add_lora, merged_lora
+from vlp.models.lora import add_lora, merge_lora
 from vlp.models.vlp import VLPModel
 from vlp.training.optimiser import parameter_groups
 
@@ -114,6 +114,6 @@ def test_a_merged_convolution_is_pefts():
     )
     image = torch.randn(1, 3, 5, 5)
     state = {f"image_encoder.{name}": value for name, value in layer.state_dict().items()}
-    merged, _ = merged_lora(state, tiny_config(image={"trainable": "lora-2"}))
+    merged, _ = merge_lora(state, tiny_config(image={"trainable": "lora-2"}))
     weight, bias = (merged[f"image_encoder.qkv.{kind}"] for kind in ("weight", "bias"))
     torch.testing.assert_close(torch.nn.functional.conv2d(image, weight, bias), layer(image))

@@ -338,7 +338,7 @@ def add_positions_to(layer: Any) -> None:
         layer.positions = nn.ModuleList().train(layer.training)
 
 
-def sizes_of(layer: Any) -> tuple[Tensor, int, int]:
+def attention_sizes(layer: Any) -> tuple[Tensor, int, int]:
     """Return a layer's query or joint projection weight, query width, and number of heads."""
     joint = getattr(layer, "qkv", None)
     query = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)

@@ -260,7 +260,7 @@ class PositionedWindowAttention(WindowAttention):
         query, key, value = _split_heads(self.qkv(x), self.num_heads)
         has_bias = self.relative_position_bias_table is not None
         bias = self._get_rel_pos_bias() if has_bias else None
-        return _within_windows(self, query, key, value, bias, mask)
+        return _attend_within_windows(self, query, key, value, bias, mask)
 
 
 @register_notrace_module
@@ -286,7 +286,7 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         scale = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
         query, key = functional.normalize(query, dim=-1) * scale, functional.normalize(key, dim=-1)
         bias = None if self.cpb_mlp is None else self._relative_bias()
-        return _within_windows(self, query, key, value, bias, mask, scale=1.0)
+        return _attend_within_windows(self, query, key, value, bias, mask, scale=1.0)
 
     def _relative_bias(self) -> Tensor:
         """Return Swin V2's bias, 16 sigmoid(MLP(log-spaced offsets)): (1, heads, T, T)."""
@@ -297,7 +297,7 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         return 16 * bias[None].sigmoid()
 
 
-def _within_windows(
+def _attend_within_windows(
     layer: Any,
     query: Tensor,
     key: Tensor,

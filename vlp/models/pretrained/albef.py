@@ -24,7 +24,7 @@ from vlp.models.pretrained.load import (
     POSITION_TABLES,
     LoadReport,
     copy_weights,
-    listed,
+    join_names,
     resample_positions,
 )
 from vlp.models.vlp import VLPModel
@@ -160,7 +160,7 @@ def load_albef(model: VLPModel, state: Mapping[str, Tensor], source: str) -> Loa
         raise ValueError(
             f"{source}: no rule maps these keys of ALBEF to a model of {model.config.text.layers} "
             f"text, {model.config.cross.layers} fusion and {model.config.image.layers} image "
-            f"layers: {listed(unknown)}"
+            f"layers: {join_names(unknown)}"
         )
     return copy_weights(model, weights, source, unused, _OPTIONAL, resized, notes)
 
@@ -201,16 +201,16 @@ def _target_name(key: str, text_layers: int) -> str | None:
         if key.startswith(prefix):
             return target + key.removeprefix(prefix)
     if layer := _LAYER.fullmatch(key):
-        number, (part, _, kind) = int(layer[1]), layer[2].rpartition(".")
+        number, (part, _, parameter) = int(layer[1]), layer[2].rpartition(".")
         if part not in _FUSION_LAYER:
             return None
-        inner = f"{_FUSION_LAYER[part]}.{kind}"
+        inner = f"{_FUSION_LAYER[part]}.{parameter}"
         if number < text_layers:
             return f"text_encoder.layers.{number}.{inner}"
         return f"cross_encoder.layers.{number - text_layers}.{inner}"
-    part, _, kind = key.removeprefix("text_encoder.").removeprefix("bert.").rpartition(".")
+    part, _, parameter = key.removeprefix("text_encoder.").removeprefix("bert.").rpartition(".")
     if key.startswith("text_encoder.") and part in BERT_EMBEDDING:
-        return f"text_encoder.{BERT_EMBEDDING[part]}.{kind}"
+        return f"text_encoder.{BERT_EMBEDDING[part]}.{parameter}"
     return None
 
 

@@ -224,12 +224,12 @@ def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> Non
         if theirs != ours
     ]
     if wrong:
-        raise ConfigError(f"{source} does not fit: {listed(sorted(wrong))}")
+        raise ConfigError(f"{source} does not fit: {join_names(sorted(wrong))}")
 
 
 def check_folder(
     config: ModelConfig,
-    trained: ModelConfig,
+    trained_config: ModelConfig,
     name: str,
     processor_folder: Path | None = None,
     match_is_trained: bool = True,
@@ -241,10 +241,10 @@ def check_folder(
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
-    architectures = config.image.architecture, trained.image.architecture
+    architectures = config.image.architecture, trained_config.image.architecture
     keys += ["image.heads"] if architectures == (None, None) else []
     keys += ["text.heads"] if config.text.architecture is None else []
-    pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained)) for key in keys]
+    pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained_config)) for key in keys]
     if processor_folder is not None and (processor_folder / FILE_NAME).is_file():
         pixels = Preprocessing.load(processor_folder)
         pairs += [("image.normalisation", config.image.statistics, (pixels.mean, pixels.std))]
@@ -257,11 +257,11 @@ def check_folder(
     # Towers of other settings, such as heads, may have the same weights.
     if architectures[0] != architectures[1]:
         with torch.device("meta"):
-            tower, trained_tower = map(create_tower, (config.image, trained.image))
+            tower, trained_tower = map(create_tower, (config.image, trained_config.image))
         check_image_tower(trained_tower, tower, tower.state_dict(), name)
-    text = trained.text.architecture
+    text = trained_config.text.architecture
     if text is not None and config.text.architecture not in (None, text):
-        check_text_tower(transformers_config(trained.text).to_dict(), config, name)
+        check_text_tower(transformers_config(trained_config.text).to_dict(), config, name)
 
 
 class LoadReport(NamedTuple):
@@ -310,7 +310,7 @@ def copy_weights(
     target = module.state_dict()
     unknown = sorted(set(weights) - set(target))
     if unknown:
-        raise ValueError(f"{source}: these keys have no place here: {listed(unknown)}")
+        raise ValueError(f"{source}: these keys have no place here: {join_names(unknown)}")
     missing, initial = [], set()
     for name in target:
         if name not in weights:
@@ -320,7 +320,7 @@ def copy_weights(
             else:
                 missing.append(name)
     if missing:
-        raise ValueError(f"{source}: these weights are missing: {listed(missing)}")
+        raise ValueError(f"{source}: these weights are missing: {join_names(missing)}")
     for name, tensor in weights.items():
         if tensor.shape != target[name].shape:
             raise ValueError(
@@ -345,7 +345,7 @@ def copy_weights(
     return LoadReport(source, matched, list(resized), sorted(initial), unused, all_notes)
 
 
-def listed(names: Sequence[str], limit: int = 8) -> str:
+def join_names(names: Sequence[str], limit: int = 8) -> str:
     """Join the first `limit` names for a message, and add the number of the others."""
     further = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {further} more" if further > 0 else "")
@@ -356,7 +356,7 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 # Norm parameters in checkpoints converted from TensorFlow.
-_OLD_KINDS = {"gamma": "weight", "beta": "bias"}
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 # Parts of an image encoder that public weights lack.
 IMAGE_OPTIONAL = (r"projection\.", r"adapter\.", r"vit\.(\S+\.)?positions\.")
 _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
@@ -414,9 +414,10 @@ def current_names(
     """Map current names to (source key, tensor): without prefix, and gamma and beta renamed."""
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
-        module, dot, kind = key.removeprefix(prefix).rpartition(".")
-        kind = _OLD_KINDS.get(kind, kind) if module.endswith("LayerNorm") else kind
-        name = f"{module}{dot}{kind}"
+        module, dot, parameter = key.removeprefix(prefix).rpartition(".")
+        if module.endswith("LayerNorm"):
+            parameter = _OLD_NAMES.get(parameter, parameter)
+        name = f"{module}{dot}{parameter}"
         if name in tensors:
             raise ValueError(f"{source}: {tensors[name][0]} and {key} are the same weight")
         tensors[name] = key, tensor
@@ -497,16 +498,16 @@ def _bert_parts(
     layers: dict[int, dict[str, Tensor]] = {}
     unknown = []
     for name, (key, tensor) in current_names(state, source).items():
-        module, _, kind = name.rpartition(".")
+        module, _, parameter = name.rpartition(".")
         layer = _BERT_LAYER_NAME.fullmatch(module)
         if module in BERT_EMBEDDING:
-            embedding[f"{BERT_EMBEDDING[module]}.{kind}"] = tensor
+            embedding[f"{BERT_EMBEDDING[module]}.{parameter}"] = tensor
         elif layer and layer[2] in BERT_LAYER:
-            layers.setdefault(int(layer[1]), {})[f"{BERT_LAYER[layer[2]]}.{kind}"] = tensor
+            layers.setdefault(int(layer[1]), {})[f"{BERT_LAYER[layer[2]]}.{parameter}"] = tensor
         elif not name.startswith(BERT_UNUSED):
             unknown.append(key)
     if unknown:
-        raise ValueError(f"{source}: no rule maps these keys of BERT: {listed(unknown)}")
+        raise ValueError(f"{source}: no rule maps these keys of BERT: {join_names(unknown)}")
     return embedding, [layers.get(number, {}) for number in range(max(layers, default=-1) + 1)]
 
 
@@ -638,7 +639,7 @@ def load_vit(
                 tensor = positions
             weights[f"vit.{key}"] = tensor
     if unknown:
-        raise ValueError(f"{source}: no rule maps these keys of a ViT: {listed(unknown)}")
+        raise ValueError(f"{source}: no rule maps these keys of a ViT: {join_names(unknown)}")
     notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
     target_source = f"{source} -> image encoder"
     return copy_weights(

@@ -37,7 +37,7 @@ Trained = tuple[str, str, nn.Module, Grid, Grid]
 
 
 def carry_encodings(
-    model: VLPModel, trained: ModelConfig, state: Mapping[str, Tensor]
+    model: VLPModel, trained_config: ModelConfig, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Match the weights of a trained model to this model's encodings by name.
 
@@ -47,17 +47,17 @@ def carry_encodings(
     """
     # Modules are numbered in the order of `cross.position` and `image.positions`, so a number
     # alone does not identify an encoding.
-    theirs, ours = _lists(trained), _lists(model.config)
+    theirs, ours = _lists(trained_config), _lists(model.config)
     model_state = model.state_dict()
-    groups_differ = trained.cross.anchor.groups != model.config.cross.anchor.groups
-    carried: dict[str, Tensor] = {}
+    groups_differ = trained_config.cross.anchor.groups != model.config.cross.anchor.groups
+    weights: dict[str, Tensor] = {}
     unused: list[str] = []
     for name, tensor in state.items():
         target = _target(name, theirs, ours)
         if target is None:
             unused.append(name)
         elif not _NAME.fullmatch(name):
-            carried[target] = tensor
+            weights[target] = tensor
         elif target not in model_state or (
             groups_differ
             and ".cross_attention." in name
@@ -65,11 +65,11 @@ def carry_encodings(
         ):
             unused.append(name)
         else:
-            carried[target] = tensor
-    shapes = {name: tensor.shape for name, tensor in carried.items()}
-    _resize_tables(model, trained, carried)
-    resized = [name for name, shape in shapes.items() if carried[name].shape != shape]
-    return carried, resized, unused
+            weights[target] = tensor
+    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    _resize_tables(model, trained_config, weights)
+    resized = [name for name, shape in shapes.items() if weights[name].shape != shape]
+    return weights, resized, unused
 
 
 def _lists(config: ModelConfig) -> Lists:
@@ -95,11 +95,11 @@ def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
     return f"{match['list']}.{ours[pattern].index(theirs[pattern][number])}.{match['part']}"
 
 
-def _resize_tables(model: VLPModel, trained: ModelConfig, state: dict[str, Tensor]) -> None:
+def _resize_tables(model: VLPModel, trained_config: ModelConfig, state: dict[str, Tensor]) -> None:
     """Resize the encoding tables in `state`, in place, to the model's grids."""
     for path, name, trained_encoding, grid, trained_grid in (
-        *_tower_encodings(model, trained),
-        *_stream_encodings(model, trained),
+        *_tower_encodings(model, trained_config),
+        *_stream_encodings(model, trained_config),
     ):
         tables = {
             key.removeprefix(f"{path}."): tensor
@@ -109,44 +109,50 @@ def _resize_tables(model: VLPModel, trained: ModelConfig, state: dict[str, Tenso
         encoding = model.get_submodule(path)
         assert isinstance(encoding, PositionEncoding)
         assert isinstance(trained_encoding, PositionEncoding)
-        carried = carry_over(name, encoding, trained_encoding, tables, grid, trained_grid)
-        state |= {f"{path}.{part}": table for part, table in carried.items()}
+        resized = carry_over(name, encoding, trained_encoding, tables, grid, trained_grid)
+        state |= {f"{path}.{part}": table for part, table in resized.items()}
 
 
-def _tower_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained]:
+def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[Trained]:
     """Yield the encodings of the image tower if its grid differs."""
-    grids = model.config.image.tower_grid, trained.image.tower_grid
+    grids = model.config.image.tower_grid, trained_config.image.tower_grid
     vit = model.image_encoder.vit
-    if grids[0] == grids[1] or not trained.image.positions:
+    if grids[0] == grids[1] or not trained_config.image.positions:
         return
     blocks = getattr(vit, "blocks", ())
-    if _lists(trained)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
+    if _lists(trained_config)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
         raise ValueError(
-            f"{trained.image.tower_name}: position encodings in its attention cannot be resampled "
-            "to another image size"
+            f"{trained_config.image.tower_name}: position encodings in its attention cannot be "
+            "resampled to another image size"
         )
     with torch.device("meta"):
-        tower = nn.ModuleDict({"image_encoder": ImageEncoder(trained.image, trained.embed_dim)})
+        tower = nn.ModuleDict(
+            {"image_encoder": ImageEncoder(trained_config.image, trained_config.embed_dim)}
+        )
     layers = {_TOWER: 1, _TOWER_LAYERS: len(blocks)}
-    for name, paths, their_path in _common_encodings(model.config, trained, layers):
+    for name, paths, their_path in _common_encodings(model.config, trained_config, layers):
         module = tower.get_submodule(their_path)
         for path in paths:
             yield path, f"{name} of the image tower", module, *grids
 
 
-def _stream_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained]:
+def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[Trained]:
     """Yield the encodings of both streams if a grid differs."""
     config = model.config
     grids = {
-        "text": ((1, config.text.max_tokens - 1), (1, trained.text.max_tokens - 1)),
-        "image": (config.image.grid, trained.image.grid),
+        "text": ((1, config.text.max_tokens - 1), (1, trained_config.text.max_tokens - 1)),
+        "image": (config.image.grid, trained_config.image.grid),
     }
     if all(grid == trained_grid for grid, trained_grid in grids.values()):
         return
     layers = {_CROSS: 1, _CROSS_LAYERS: len(model.cross_encoder.layers)}
-    for name, paths, _ in _common_encodings(config, trained, layers):
+    for name, paths, _ in _common_encodings(config, trained_config, layers):
         encoding = create_stream_encoding(
-            name, trained.cross, trained.text.width, trained.text.max_tokens, trained.image.grid
+            name,
+            trained_config.cross,
+            trained_config.text.width,
+            trained_config.text.max_tokens,
+            trained_config.image.grid,
         )
         for path, stream in product(paths, grids):
             module = encoding.get_submodule(stream)
@@ -154,10 +160,10 @@ def _stream_encodings(model: VLPModel, trained: ModelConfig) -> Iterator[Trained
 
 
 def _common_encodings(
-    config: ModelConfig, trained: ModelConfig, layers: Mapping[str, int]
+    config: ModelConfig, trained_config: ModelConfig, layers: Mapping[str, int]
 ) -> Iterator[tuple[str, list[str], str]]:
     """Yield encodings of both models: name, our paths in all `layers`, their path in layer 0."""
-    theirs, ours = _lists(trained), _lists(config)
+    theirs, ours = _lists(trained_config), _lists(config)
     for pattern, count in layers.items():
         for number, encoding in enumerate(ours[pattern]):
             if encoding in theirs[pattern]:

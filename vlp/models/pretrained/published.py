@@ -53,17 +53,17 @@ def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     unknown = []
     for key, tensor in state.items():
         name = re.sub(r"^(vit|deit)\.", "", key)
-        module, kind = name, ""
+        module, suffix = name, ""
         if name not in _OUTER:
-            module, dot, suffix = name.rpartition(".")
-            kind = dot + suffix
+            module, dot, parameter = name.rpartition(".")
+            suffix = dot + parameter
         layer = _LAYER_NAME.fullmatch(module)
         if module in _OUTER:
-            renamed[f"{_OUTER[module]}{kind}"] = tensor
+            renamed[f"{_OUTER[module]}{suffix}"] = tensor
         elif layer and layer[2] in _LAYER:
-            renamed[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{kind}"] = tensor
+            renamed[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{suffix}"] = tensor
         elif layer and layer[2].removeprefix(_ATTENTION) in _PARTS:
-            stack = stacks.setdefault(f"blocks.{layer[1]}.attn.qkv{kind}", {})
+            stack = stacks.setdefault(f"blocks.{layer[1]}.attn.qkv{suffix}", {})
             stack[layer[2].removeprefix(_ATTENTION)] = tensor
         else:
             unknown.append(key)
@@ -199,9 +199,11 @@ def vit_settings(vit: nn.Module, name: str) -> dict[str, Any]:
 
 
 # Attributes of timm's modules that change outputs for given weights; the last are of RoPE.
-_SETTINGS = ("num_heads", "eps", "scale", "num_prefix_tokens", "gate_last", "rotate_half")
-_SETTINGS += ("temperature", "in_pixels", "linear_bands", "ref_feat_shape", "normalize_coords")
-_SETTINGS += ("grid_offset", "grid_indexing", "grid_type", "min_period", "max_period")
+_SETTINGS = (
+    *("num_heads", "eps", "scale", "num_prefix_tokens", "gate_last", "rotate_half"),
+    *("temperature", "in_pixels", "linear_bands", "ref_feat_shape", "normalize_coords"),
+    *("grid_offset", "grid_indexing", "grid_type", "min_period", "max_period"),
+)
 # Modules without effect in evaluation.
 _IDLE = ("Dropout", "DropPath", "Identity", "PatchDropout")
 

@@ -376,8 +376,8 @@ class ImageTextMatching(Objective):
         else:
             # Two lists a row: its image with the negative texts, its text with negative images.
             log_odds = logits[:, 1] - logits[:, 0]
-            matching, others = log_odds.split([len(rows), 2 * len(row_of_negative)])
-            positive, negative = matching.repeat(2), others.unflatten(0, (-1, count))
+            matching, not_matching = log_odds.split([len(rows), 2 * len(row_of_negative)])
+            positive, negative = matching.repeat(2), not_matching.unflatten(0, (-1, count))
             # All negatives of a list exist or none does: each list's first flag is enough.
             mask = torch.cat([negatives.has_text, negatives.has_image])[::count]
             mask = mask & batch.valid.repeat(2)
