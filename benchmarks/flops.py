@@ -64,19 +64,19 @@ class Shape(NamedTuple):
 
 
 def base_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
-    """Count the FLOPs of a pair, without position encodings."""
+    """Count the FLOPs of a pair by part, without position encodings."""
     text, image, cross = config.text, config.image, config.cross
-    width, words, patches = text.width, shape.tokens, 1 + shape.patches
-    text_layer = _layer(width, text.intermediate, words)
-    image_layer = _layer(width, image.intermediate, patches)
+    width, text_tokens, image_tokens = text.width, shape.tokens, 1 + shape.patches
+    text_layer = _layer(width, text.intermediate, text_tokens)
+    image_layer = _layer(width, image.intermediate, image_tokens)
     two_streams = cross.layout == "ace"
-    output = cross.layout == "albef"
+    has_output = cross.layout == "albef"
     # Both streams run in all layers; tokens include [CLS] and padding.
-    streams = [(words, patches), (patches, words)] if two_streams else [(words, patches)]
+    streams = [(text_tokens, image_tokens), (image_tokens, text_tokens)][: 2 if two_streams else 1]
     layers = products = 0.0
     for queries, keys in streams:
         self_attention = _layer(width, cross.intermediate, queries)
-        layers += self_attention.layers + 2 * width**2 * ((1 + output) * queries + 2 * keys)
+        layers += self_attention.layers + 2 * width**2 * ((1 + has_output) * queries + 2 * keys)
         products += self_attention.products + _attention(queries, keys, width)
     embedding = 2 * shape.patches * 3 * image.patch_size**2 * width
     projection = 2 * width * config.embed_dim
@@ -106,17 +106,17 @@ def paper_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     # E = P W (Eq. 8) has (1 + M) x N x width entries, summed with attention weights (Eq. 12).
     cross, options = config.cross, config.cross.anchor_options
     width, entries = config.text.width, (1 + shape.patches) * shape.tokens
-    times = cross.layers * (2 if cross.layout == "ace" else 1)
+    calls = cross.layers * (2 if cross.layout == "ace" else 1)
     tables = 1 if options.mode == "bias" else len(options.roles)
     parts = [
         LayerFlops(
-            "ACE-RPE: E = P W built", times * tables * 2 * entries * cross.anchor.groups * width
+            "ACE-RPE: E = P W built", calls * tables * 2 * entries * cross.anchor.groups * width
         )
     ]
     if options.mode == "bias":
-        parts.append(LayerFlops("ACE-RPE: E W_E", times * 2 * entries * width))
+        parts.append(LayerFlops("ACE-RPE: E W_E", calls * 2 * entries * width))
     elif "value" in options.roles:
-        parts.append(LayerFlops("ACE-RPE: sum of a E", times * 2 * entries * width))
+        parts.append(LayerFlops("ACE-RPE: sum of a E", calls * 2 * entries * width))
     return parts
 
 
@@ -125,33 +125,34 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     # E is never built, as it is linear: mean(P) and sum_j a_ij P_ij are multiplied by W.
     cross, options = config.cross, config.cross.anchor_options
     width, groups = config.text.width, cross.anchor.groups
-    patches, words = shape.patches, shape.tokens
+    patches, text_tokens = shape.patches, shape.tokens
     channels = config.embed_dim if options.features == "projected" else width
-    entries = patches * words * groups
+    entries = patches * text_tokens * groups
     parts = [
         # x / |x| per group: square, sum, divide.
         LayerFlops(
             "ACE-RPE: similarity",
-            products=2 * patches * words * channels,
-            elementwise=3 * (patches + words) * channels,
+            products=2 * patches * text_tokens * channels,
+            elementwise=3 * (patches + text_tokens) * channels,
         ),
         LayerFlops(
             "ACE-RPE: distance and path", elementwise=entries * path_steps(shape.grid, options)
         ),
         LayerFlops("ACE-RPE: mean paths", elementwise=2 * entries),
     ]
-    directions = [(words, 1 + patches), (1 + patches, words)][: 2 if cross.layout == "ace" else 1]
+    two_streams = cross.layout == "ace"
+    streams = [(text_tokens, 1 + patches), (1 + patches, text_tokens)][: 2 if two_streams else 1]
     if options.mode == "bias":
         vectors = 2 * groups * width / (cross.heads if options.shared_heads else 1) / shape.pairs
         heads = 1 if options.shared_heads else cross.heads
-        bias = sum(2 * queries * keys * groups * heads for queries, keys in directions)
-        slopes = len(directions) * vectors
+        bias = sum(2 * queries * keys * groups * heads for queries, keys in streams)
+        slopes = len(streams) * vectors
         return [*parts, LayerFlops("ACE-RPE: biases", products=cross.layers * (bias + slopes))]
     tables = path_sums = value_products = 0.0
-    for queries, keys in directions:
+    for queries, keys in streams:
         for role in options.roles:
-            tokens = queries if role == "query" else keys
-            tables += 2 * tokens * groups * width
+            states = queries if role == "query" else keys
+            tables += 2 * states * groups * width
         if "value" in options.roles:
             path_sums += 2 * queries * keys * groups * cross.heads
             value_products += 2 * queries * groups * width
@@ -165,13 +166,15 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
 
 def path_steps(grid: tuple[int, int], anchor: AnchorOptions) -> int:
     """Count the operations from a similarity to a path (Eqs 4-7), per entry."""
-    reach, patches = text_window_reach(anchor.text_window), patch_window_reach(anchor.patch_window)
+    text_reach = text_window_reach(anchor.text_window)
+    patch_reach = patch_window_reach(anchor.patch_window)
     # Per step: minimum of both sides, addition of the length, minimum with the result.
-    over_tokens = 4 if reach is None else 3 * reach
-    if patches is None and anchor.metric != "euclidean":
+    over_tokens = 4 if text_reach is None else 3 * text_reach
+    if patch_reach is None and anchor.metric != "euclidean":
         over_patches = 8 if anchor.metric == "manhattan" else 12
     else:
-        down, right = (size - 1 if patches is None else min(patches, size - 1) for size in grid)
+        limit = max(grid) if patch_reach is None else patch_reach
+        down, right = (min(limit, size - 1) for size in grid)
         over_patches = 3 * right + down * (1 + 3 * right + 2)
     # 4 from similarity to distance (compare, raise, divide, mask), 2 to leave out padding, 2 to
     # mark reachable entries.

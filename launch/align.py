@@ -73,8 +73,10 @@ def align(
         return _align(config, task, data, total, out, shrinkage)
     del task, data
     folder = out / ".features"
-    precision = "bf16" if config.training.precision == "bf16" else "float32"
-    writer = feature_writer(config, folder, dtype="bfloat16", precision=precision)
+    is_bf16 = config.training.precision == "bf16"
+    writer = feature_writer(
+        config, folder, dtype="bfloat16", precision="bf16" if is_bf16 else "float32"
+    )
     header = writer.header
     samples = sum(source.samples for source in header.sources)
     size = 2 * samples * header.tokens * header.width

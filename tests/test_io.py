@@ -34,15 +34,15 @@ while True:
 
 def read(place, seconds):
     """Read a folder again and again; returns the numbers of those that were there, each whole."""
-    seen, end = set(), time.monotonic() + seconds
+    values, end = set(), time.monotonic() + seconds
     while time.monotonic() < end:
         for name in ("a", "b"):
             content = json.loads((place / name).read_text())
             if content != 0:
                 assert len(content) == 1000
                 assert len(set(content)) == 1
-                seen.add(content[0])
-    return seen
+                values.add(content[0])
+    return values
 
 
 def write(place, number):
@@ -53,18 +53,18 @@ def write(place, number):
 
 @pytest.mark.nightly
 def test_a_reader_finds_a_whole_folder_while_it_is_written_and_its_writer_killed(tmp_path):
-    place, rng, seen = tmp_path / "model", random.Random(1), set[int]()
+    place, rng, values = tmp_path / "model", random.Random(1), set[int]()
     write(place, 0)
     (place / "b").write_text("0")
     for _ in range(8):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(place)])
         try:
-            seen |= read(place, seconds=rng.uniform(0.3, 0.8))
+            values |= read(place, seconds=rng.uniform(0.3, 0.8))
         finally:
             writer.kill()
             writer.wait()
         assert {path.name for path in place.iterdir()} == {"a", "b"}
-    assert len(seen) > 20
+    assert len(values) > 20
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

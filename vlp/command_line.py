@@ -25,20 +25,22 @@ Overrides = Annotated[
 ImageTower = Annotated[
     str | None,
     typer.Option(
-        "--image-tower", metavar="DIR", help="weights: a folder or hub name; sets their key"
+        "--image-tower", metavar="DIR", help="weights, a folder or hub name: model.image.weights"
     ),
 ]
 TextTower = Annotated[
     str | None,
     typer.Option(
-        "--text-tower", metavar="DIR", help="weights and tokenizer: sets their three keys"
+        "--text-tower",
+        metavar="DIR",
+        help="weights and tokenizer: model.text.weights, model.cross.weights, data.vocabulary",
     ),
 ]
 
 
 def tower_overrides(image: str | None, text: str | None) -> list[str]:
     """Return the configuration overrides for `--image-tower` and `--text-tower`."""
-    # Layers of the cross-modal encoder start from the text tower's.
+    # The cross-modal encoder starts from layers of the text tower.
     text_keys = ("model.text.weights", "data.vocabulary", "model.cross.weights")
     overrides = [f"{key}={text}" for key in text_keys if text is not None]
     return overrides if image is None else [f"model.image.weights={image}", *overrides]

@@ -40,7 +40,7 @@ def test_beside_open_clip(shards, row, capsys):
     arguments = ["--size", "64", "--batch", "8", "--rounds", "1", "--row", row]
     assert main(["loader", "--shards", str(shards), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    ratio = [one["value"] for one in found if one["name"].endswith("/ratio")]
+    result = [json.loads(line) for line in lines if line.startswith("{")]
+    ratio = [one["value"] for one in result if one["name"].endswith("/ratio")]
     assert len(ratio) == (2 if row == "equal" else 3)
     assert all(value > 0.3 for value in ratio)

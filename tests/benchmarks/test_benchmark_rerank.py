@@ -14,13 +14,13 @@ def times(layout, *precisions):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_ways_agree(layout):
-    found = times(layout, "float32")
-    assert found.difference < 1e-3
-    assert found.same_ranks == 1
+    result = times(layout, "float32")
+    assert result.difference < 1e-3
+    assert result.same_ranks == 1
     # A pair that is near in both directions is one of ours.
-    assert found.pairs[LOOP] == 12 * 4 + 6 * 4
-    assert 12 * 4 <= found.pairs[OURS] < found.pairs[LOOP]
-    assert layout in table(layout, found)
+    assert result.pairs[LOOP] == 12 * 4 + 6 * 4
+    assert 12 * 4 <= result.pairs[OURS] < result.pairs[LOOP]
+    assert layout in table(layout, result)
 
 
 def test_the_loop_has_the_precision_of_ours():

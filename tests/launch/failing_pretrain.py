@@ -39,14 +39,14 @@ def failing(config):
         return task, data
 
     def until_disaster(*wanted):
-        for count, found in enumerate(batches(*wanted)):
+        for count, result in enumerate(batches(*wanted)):
             if count == int(number) and os.environ["RANK"] == rank:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raise":
                     raise RuntimeError("the disaster of this test")
                 refuse_large_files()
-            yield found
+            yield result
 
     data.batches = until_disaster
     return task, data

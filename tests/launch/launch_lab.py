@@ -69,10 +69,10 @@ class Lab:
         script = [FAILING, *how] if how else [COMMAND]
         command = [*script, *self.arguments(name, *more)]
         results = ranks.finish(ranks.start(command, len(codes)))
-        said = [output for _, output in results]
+        printed = [output for _, output in results]
         assert [code for code, _ in results] == list(codes), results
-        assert "Traceback" not in "".join(said), said
-        return said
+        assert "Traceback" not in "".join(printed), printed
+        return printed
 
     def steps(self, name):
         log = self.output(name) / "log.jsonl"
@@ -83,8 +83,8 @@ class Lab:
         return [json.loads(line) for line in lines]
 
     def report(self, name):
-        found = json.loads((self.output(name) / "report.json").read_text())
-        return found
+        result = json.loads((self.output(name) / "report.json").read_text())
+        return result
 
     def saved_steps(self, name):
         folders = (self.output(name) / "checkpoints").glob("step_*[0-9]")

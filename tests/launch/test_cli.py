@@ -40,16 +40,16 @@ def without_torch(*arguments):
         check=False,
     )
     assert time.monotonic() - started < MOST_SECONDS
-    *said, imported = ran.stdout.splitlines()
+    *output, imported = ran.stdout.splitlines()
     assert imported == "False", "PyTorch was imported"
-    return ran.returncode, "\n".join(said) + ran.stderr
+    return ran.returncode, "\n".join(output) + ran.stderr
 
 
 @pytest.mark.parametrize("arguments", [(), ("evaluate", "retrieval")])
 def test_help_is_answered_without_pytorch(arguments):
-    code, said = without_torch(*arguments, "--help")
+    code, output = without_torch(*arguments, "--help")
     assert code == 0
-    assert said.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
+    assert output.lower().startswith(f"usage: {' '.join(('vlp', *arguments[:1]))}")
 
 
 def test_closed_standard_streams_are_the_null_device():
@@ -71,10 +71,10 @@ def test_info_of_a_run_under_way(tmp_path, capsys, monkeypatch):
         ]
         folder.log.write_text("".join(json.dumps(line) + "\n" for line in figures))
         assert main(["info", str(folder.path)]) == 0
-    said = capsys.readouterr().out
-    assert f"written by process {os.getpid()}" in said
-    assert "20 of 60" in said
-    assert "vlp train --config own.yaml" in said
+    output = capsys.readouterr().out
+    assert f"written by process {os.getpid()}" in output
+    assert "20 of 60" in output
+    assert "vlp train --config own.yaml" in output
 
 
 @pytest.mark.parametrize("left", ["run/model", "run/checkpoints/step_10", "notes"])

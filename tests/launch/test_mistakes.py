@@ -127,10 +127,10 @@ def _there(place, monkeypatch):
 def test_a_mistake_is_answered(line, expected, capsys, place):
     code = _run(line)
     captured = capsys.readouterr()
-    said = captured.err.rpartition("\r")[2] or captured.out
-    assert code == 2, said
-    assert any(part in said for part in expected.split("|")), said
-    assert "Traceback" not in said
+    output = captured.err.rpartition("\r")[2] or captured.out
+    assert code == 2, output
+    assert any(part in output for part in expected.split("|")), output
+    assert "Traceback" not in output
     assert not (place / "new").exists()
 
 

@@ -38,13 +38,13 @@ def planned(tmp_path, *arguments):
 
 
 def test_figures_of_a_run(config, tmp_path, capsys):
-    found = planned(tmp_path, "--config", config, "--gpus", 24, "--pairs-per-second", 480)
+    result = planned(tmp_path, "--config", config, "--gpus", 24, "--pairs-per-second", 480)
     assert "1 2 3 4 6 8 12 24\n" in capsys.readouterr().out
-    assert found["world_sizes"] == [1, 2, 3, 4, 6, 8, 12, 24]
-    assert found["pairs_of_a_gpu"] == 4
-    assert found["steps"] == 1000
-    assert found["seconds"] == 1000 * 96 / 480
-    assert found["memory_bytes"].keys() == {"0", "1", "2", "3"}
+    assert result["world_sizes"] == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert result["pairs_of_a_gpu"] == 4
+    assert result["steps"] == 1000
+    assert result["seconds"] == 1000 * 96 / 480
+    assert result["memory_bytes"].keys() == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_what_cannot_start_is_refused(config, gpus, more, said, capsys):
 def test_a_plan_has_the_measured_speed_of_the_base_model(tmp_path):
     """394 pairs/s on one H200 (docs/results/gpu.md); nothing is said of what was not measured."""
     one = ("--config", BASE, "--gpus", 1, "--pairs", 512_000, "training.epochs=1")
-    found = planned(tmp_path, *one, "training.batch=128")
-    assert found["parameters"]["trained"] == 164_962_110
-    assert (found["steps"], found["pairs_per_second"]) == (4000, 394)
-    assert found["seconds"] == pytest.approx(512_000 / 394)
+    result = planned(tmp_path, *one, "training.batch=128")
+    assert result["parameters"]["trained"] == 164_962_110
+    assert (result["steps"], result["pairs_per_second"]) == (4000, 394)
+    assert result["seconds"] == pytest.approx(512_000 / 394)
     assert planned(tmp_path, *one, "training.compile=blocks")["pairs_per_second"] == 241
     assert planned(tmp_path, *one, "model.cross.layers=2")["pairs_per_second"] is None
     several = ("--config", BASE, "--gpus", 8)
@@ -81,8 +81,8 @@ def test_stages_cut_up_what_zero_says(config):
     size = 4 * sum(p.numel() for p in task.parameters())
     teacher = {stage_memory(task, stage, 8, "bf16").teacher for stage in range(4)}
     assert len(teacher) == 1
-    found = [stage_memory(task, stage, 8, "float32")[:3] for stage in range(4)]
-    assert found == [
+    result = [stage_memory(task, stage, 8, "float32")[:3] for stage in range(4)]
+    assert result == [
         (size, size, 2 * size),
         (size * 9 / 8, size, size / 4),
         (size * 9 / 8, size / 8, size / 4),

@@ -48,9 +48,9 @@ def test_nodes_with_other_settings_or_data_do_not_train_together(lab):
 def test_a_node_that_is_refused_says_so_and_the_others_that_it_did_not_come(engine, lab):
     more = ("training.timeout=5", f"training.engine={engine}")
     how = ("other", "1", "training.step=3")
-    said, refused = lab.ended("nodes", *more, codes=(1, 2), how=how)
+    output, refused = lab.ended("nodes", *more, codes=(1, 2), how=how)
     assert "did you mean 'training.steps'" in refused
-    assert "rank 0 waited for another rank longer than training.timeout" in said
+    assert "rank 0 waited for another rank longer than training.timeout" in output
 
 
 class Killed(Dataset[int]):
@@ -70,10 +70,10 @@ def test_memory_that_a_loader_lacks_is_named(capsys):
     _explain(killed.value)
     small = "unable to allocate shared memory(shm) for file </torch_7>: No space left on device"
     _explain(RuntimeError(f"Caught RuntimeError in DataLoader worker process 0.\n{small} (28)\n"))
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2, said
-    assert "signal: Killed; where memory ran out, lower the workers of the data or" in said[0]
-    assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in said[1]
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) == 2, output
+    assert "signal: Killed; where memory ran out, lower the workers of the data or" in output[0]
+    assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in output[1]
 
 
 def bad_shards(folder, good, bad, per_shard=1000):
@@ -97,7 +97,7 @@ def test_bad_samples_are_skipped_counted_and_named(lab):
     assert report["ended"] == "finished"
     assert (report["samples"], report["trained_samples"]) == (32, 26)
     assert sum(report["skipped_samples"].values()) == 6
-    named = " ".join(where for found in report["skipped_examples"].values() for where in found)
+    named = " ".join(where for result in report["skipped_examples"].values() for where in result)
     assert all(f"bad{kind}{number}" in named for kind in range(3) for number in range(2)), named
     assert lab.log("skips")[-1]["skipped/total"] == 6
 
@@ -111,8 +111,10 @@ def test_a_missing_local_shard_ends_the_run_unless_it_may_be_skipped(lab):
     index_folder(folder)
     (folder / "shard-000001.tar").unlink()
     sources = f"data.sources=[{{path: {folder}}}]"
-    [said] = lab.ended("lost_shard", sources, codes=(2,))
-    assert "1 of 2 shards of its index are missing, shard-000001.tar for one; restore them" in said
+    [output] = lab.ended("lost_shard", sources, codes=(2,))
+    assert (
+        "1 of 2 shards of its index are missing, shard-000001.tar for one; restore them" in output
+    )
     lab.train("lost_shard", sources, "data.outages.policy=skip", "training.steps=50")
     assert lab.report("lost_shard")["skipped_samples"].keys() == {"missing shard"}
 
@@ -137,9 +139,9 @@ def test_few_open_files_are_refused_and_enough_are_enough(lab):
     for limit, code in ((64, 2), (256, 0)):
         script = f"ulimit -n {limit}; exec {sys.executable} {COMMAND} " + '"$@"'
         run = started(["bash", "-c", script, "pretrain", *lab.arguments("files", *more)])
-        said = run.communicate(timeout=300)[0]
-        assert run.returncode == code, said
-        few = "only 64 open files are allowed; raise `ulimit -n` to 256" in said
+        output = run.communicate(timeout=300)[0]
+        assert run.returncode == code, output
+        few = "only 64 open files are allowed; raise `ulimit -n` to 256" in output
         assert few == (limit == 64)
     assert not lab.report("files")["skipped_samples"]
 
@@ -148,10 +150,10 @@ def test_few_open_files_are_refused_and_enough_are_enough(lab):
 def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab):
     """The system refuses files of a checkpoint's size from the sixth batch on, on both ranks."""
     engine = "training.engine=zero3"
-    said, _ = lab.ended("full", engine, codes=(1, 1), how=("full", "0", "5"))
-    assert "cannot write the checkpoint" in said
-    assert "step_8" in said
-    assert "File too large" in said
+    output, _ = lab.ended("full", engine, codes=(1, 1), how=("full", "0", "5"))
+    assert "cannot write the checkpoint" in output
+    assert "step_8" in output
+    assert "File too large" in output
     assert lab.saved_steps("full") == [4]
     assert verify(lab.output("full") / "checkpoints" / "step_4") is None
     lab.train("full", engine, "--resume", world_size=2)
@@ -162,11 +164,11 @@ def test_a_full_disk_ends_with_a_message_and_the_run_goes_on_later(lab):
 @pytest.mark.nightly
 def test_a_full_disk_at_the_final_model_loses_no_training(lab):
     more, run = (lab.zero(0), "training.steps=2"), lab.output("full_at_model")
-    said = "".join(lab.ended(run.name, *more, codes=(1, 1), how=("model", "0", "0")))
-    assert said.count("\nerror") == 1, said
-    assert f"\nerror: cannot write the model {run / 'model'}: " in said
-    assert "File too large" in said
-    assert "start again with --resume" in said
+    output = "".join(lab.ended(run.name, *more, codes=(1, 1), how=("model", "0", "0")))
+    assert output.count("\nerror") == 1, output
+    assert f"\nerror: cannot write the model {run / 'model'}: " in output
+    assert "File too large" in output
+    assert "start again with --resume" in output
     assert not list(run.glob("model*"))
     lab.train(run.name, *more, "--resume", world_size=2)
     assert (run / "model" / "model.safetensors").exists()

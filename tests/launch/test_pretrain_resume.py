@@ -65,9 +65,9 @@ def test_killed_between_checkpoints_then_resumed_is_bitwise_the_same(lab, whole,
     victim = stage % 2
     results = ranks.finish(ranks.start([FAILING, "kill", str(victim), "6", *arguments], 2))
     assert results[victim][0] == -9
-    other, said = results[1 - victim]
+    other, output = results[1 - victim]
     assert other == 1
-    assert f"rank {1 - victim} lost another rank" in said, said
+    assert f"rank {1 - victim} lost another rank" in output, output
     assert lab.saved_steps(name) == [4]
     assert not (lab.output(name) / "model").exists()
 
@@ -190,10 +190,10 @@ def test_a_validation_changes_nothing_and_ranks_do_not_change_it(lab):
     best = max(alone, key=lambda step: alone[step]["validation/mean"])
     assert report["best"]["mean"] == alone[best]["validation/mean"]
     loaded = vlp.load(lab.output("validated") / "best")
-    found = evaluate_retrieval(
+    result = evaluate_retrieval(
         loaded,
         [shards],
         options=EvalOptions(limit=48, resamples=1),
         rerank=4,
     )
-    assert found.mean("rerank").value == pytest.approx(report["best"]["mean"])
+    assert result.mean("rerank").value == pytest.approx(report["best"]["mean"])

@@ -11,8 +11,8 @@ from evaluation.__main__ import main as evaluation
 
 
 def files(folder):
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    result = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in result}
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def run(lab, finished, request):
 
 
 def resume(lab, run, *more, code=0):
-    [said] = lab.ended(run.name, *more, "--resume", codes=(code,))
-    return said
+    [output] = lab.ended(run.name, *more, "--resume", codes=(code,))
+    return output
 
 
 def results(lab, model, capsys):
@@ -51,8 +51,8 @@ def test_results_and_edited_files_survive_a_resume_and_a_longer_one(lab, run, ca
     (model / "config.json").write_text(json.dumps(config | {"note": "mine"}))
     measured, before = files(place), files(model)
 
-    said = resume(lab, run)
-    assert "left unchanged" in said
+    output = resume(lab, run)
+    assert "left unchanged" in output
     assert files(place) == measured
     assert files(model) == before
 
@@ -93,8 +93,8 @@ def test_a_folder_that_is_no_run_is_refused_and_stays_as_it_is(lab, tmp_path):
 def test_a_finished_run_without_its_checkpoints_never_begins_anew(lab, run):
     shutil.rmtree(run / "checkpoints")
     before = files(run)
-    said = resume(lab, run, code=2)
-    assert "holds a run that finished at step 12, but" in said
+    output = resume(lab, run, code=2)
+    assert "holds a run that finished at step 12, but" in output
     assert files(run) == before
 
 
@@ -107,8 +107,8 @@ def test_an_error_of_the_disk_damages_no_checkpoint(lab, run):
         kept = checkpoints / "step_12" / file
         kept.rename(run / "aside")
         kept.symlink_to("/proc/self/mem")
-        said = resume(lab, run, code=1)
-        assert "step_12 cannot be read now ([Errno 5]" in said
+        output = resume(lab, run, code=1)
+        assert "step_12 cannot be read now ([Errno 5]" in output
         assert sorted(path.name for path in checkpoints.iterdir()) == names
         kept.unlink()
         (run / "aside").rename(kept)
@@ -124,7 +124,7 @@ def test_where_all_checkpoints_are_damaged_no_start_begins_anew(lab, run):
     shutil.rmtree(run / "model")
     (run / "report.json").unlink()
     for _ in range(2):  # the second start finds them set aside
-        said = resume(lab, run, code=1)
-        assert "is whole; to begin anew, choose another `output`" in said
+        output = resume(lab, run, code=1)
+        assert "is whole; to begin anew, choose another `output`" in output
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"step_4.corrupt", "step_8.corrupt", "step_12.corrupt"}

@@ -14,9 +14,9 @@ def store(lab, monkeypatch):
     for name, value in (("USER", USER), ("WORD", WORD), ("TOKEN", TOKEN)):
         monkeypatch.setenv(f"STORE_{name}", value)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{TOKEN}-of-aws")
-    with serve(lab.folder / "scenes" / "train") as told:
-        told.wants = f"{USER}:{WORD}", f"token={TOKEN}"
-        yield told
+    with serve(lab.folder / "scenes" / "train") as message:
+        message.wants = f"{USER}:{WORD}", f"token={TOKEN}"
+        yield message
 
 
 def configured(lab, store, folder, user, query):

@@ -188,7 +188,8 @@ def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], E
 def _refuse(message: str) -> int:
     """Print an error once on each node; return the exit code."""
     # The launcher ends a node's ranks with the first: let the rank that prints exit first.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if local_rank == "0" or not local_rank.isdecimal():
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)

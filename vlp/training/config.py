@@ -155,12 +155,14 @@ class PretrainTrainingConfig(ValidatedTrainingConfig):
     )
 
 
+def _output(folder: str) -> Any:
+    return Field(folder, description="folder of this run", json_schema_extra={"resume": "free"})
+
+
 class RunConfig(Config):
     """Settings of every run; saved resolved as `config.yaml` in `output`."""
 
-    output: LocalPath = Field(
-        "runs/run", description="folder of this run", json_schema_extra={"resume": "free"}
-    )
+    output: LocalPath = _output("runs/run")
     training: TrainingConfig = Field(
         TrainingConfig(), description="length, batch, optimiser, checkpoints and logs"
     )
@@ -199,9 +201,7 @@ MASKED_SHARE, MASKED_SQUARE = 0.6, 2
 class PretrainConfig(RunConfig):
     """Configuration of a pretraining."""
 
-    output: LocalPath = Field(
-        "runs/pretrain", description="folder of this run", json_schema_extra={"resume": "free"}
-    )
+    output: LocalPath = _output("runs/pretrain")
     init_from: str | None = Field(
         None,
         description="model folder or hub name whose weights the run starts from; encodings, token "
@@ -296,9 +296,7 @@ AnyTask = ClassificationConfig | DetectionConfig | GridsConfig | PixelsConfig | 
 class VisionConfig(RunConfig):
     """Configuration of a vision-only training; `task.kind` selects the task."""
 
-    output: LocalPath = Field(
-        "runs/vision", description="folder of this run", json_schema_extra={"resume": "free"}
-    )
+    output: LocalPath = _output("runs/vision")
     task: Annotated[AnyTask, Field(discriminator="kind")] = Field(
         description="task, selected by its `kind`"
     )
@@ -323,9 +321,7 @@ class FinetuneTrainingConfig(ValidatedTrainingConfig):
 class FinetuneConfig(RunConfig):
     """Configuration of a fine-tuning; `task.kind` selects the task."""
 
-    output: LocalPath = Field(
-        "runs/finetune", description="folder of this run", json_schema_extra={"resume": "free"}
-    )
+    output: LocalPath = _output("runs/finetune")
     init_from: str = Field(
         description="model folder or hub name that the run starts from",
         json_schema_extra={"resume": "path"},

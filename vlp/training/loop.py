@@ -207,7 +207,7 @@ class _Trainer:
             buffers = {name: b.clone() for name, b in self.engine.module.named_buffers()}
             micro_steps = range(training.gradient_accumulation_steps)
             outputs = [self.micro_step(batches, index) for index in micro_steps]
-            self.update(outputs, learning_rate, buffers)
+            self.take_step(outputs, learning_rate, buffers)
             is_last = progress.step == self.total_steps
             if is_last or progress.step % training.log_every == 0:
                 self.write_log(learning_rate)
@@ -247,10 +247,10 @@ class _Trainer:
             {name: value.detach() for name, value in output.statistics.items()},
         )
 
-    def update(
+    def take_step(
         self, outputs: list[StepOutput], learning_rate: float, buffers: dict[str, Tensor]
     ) -> None:
-        """Make the optimiser step of micro-steps with these outputs.
+        """Take the optimiser step; `outputs` are those of its micro-steps.
 
         A step that is not finite on some rank is skipped on all: weights, optimiser state and
         `buffers` keep their values, and the next step has the next batch.

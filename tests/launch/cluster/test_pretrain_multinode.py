@@ -22,9 +22,9 @@ PROGRAMS = Path(sys.executable).parent
 
 
 def require_equal_weights(lab, name, other, step):
-    found, expected = lab.weights(name, step), lab.weights(other, step)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    result, expected = lab.weights(name, step), lab.weights(other, step)
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[key], value) for key, value in expected.items())
 
 
 def until_saved(lab, name, step, nodes):
@@ -50,17 +50,17 @@ def train(lab, outputs, *more):
         for node, output in enumerate(outputs)
     ]  # fmt: skip
     try:
-        said = [launcher.communicate(timeout=240)[0] for launcher in launchers]
+        printed = [launcher.communicate(timeout=240)[0] for launcher in launchers]
     finally:
         for launcher in launchers:
             launcher.kill()
-    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n\n".join(said)
-    return said
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n\n".join(printed)
+    return printed
 
 
 def test_two_nodes_train_together_and_resume(lab):
-    said = train(lab, ("node_a", "node_b"), f"training.steps={STEPS}", lab.zero(2))
-    assert "nnodes=2, num_local_procs=1, node_rank=1" in said[1]
+    printed = train(lab, ("node_a", "node_b"), f"training.steps={STEPS}", lab.zero(2))
+    assert "nnodes=2, num_local_procs=1, node_rank=1" in printed[1]
     report = lab.report("node_a")
     assert (report["ended"], report["ranks"]) == ("finished", 2)
     assert report["samples"] == report["trained_samples"] == 8 * STEPS
@@ -179,9 +179,9 @@ def test_a_run_outlives_its_link_and_a_node(lab, link):
     until_saved(lab, "cut", CHECKPOINT_EVERY, nodes)
     ip(*link, "down")
     cut = time.monotonic()
-    said = [node.communicate(timeout=60)[0] for node in nodes]
+    printed = [node.communicate(timeout=60)[0] for node in nodes]
     assert time.monotonic() - cut < 30
-    for rank, (node, words) in enumerate(zip(nodes, said, strict=True)):
+    for rank, (node, words) in enumerate(zip(nodes, printed, strict=True)):
         assert node.returncode == 1
         assert f"rank {rank} {LATE}" in words
         assert "Traceback" not in words
@@ -196,8 +196,8 @@ def test_a_run_outlives_its_link_and_a_node(lab, link):
 
     ip(*link, "up")
     nodes = start_nodes(lab, "cut", 2, "--resume")
-    said = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(said)
+    printed = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n\n".join(printed)
     report = lab.report("cut")
     assert report["resumed_at_steps"] == [two, one]
     assert report["samples"] == report["trained_samples"] == 8 * CUT_STEPS

@@ -63,15 +63,15 @@ def test_what_all_tokens_share_is_projected_to_zero(lab, tmp_path):
 
 def test_a_frozen_tower_sees_every_image_once_and_plain(lab, tmp_path, monkeypatch, capsys):
     """As from features that were stored before; the folder of its own goes in the end."""
-    seen = towers_images(monkeypatch)
+    values = towers_images(monkeypatch)
     frozen = ("model.image.trainable=0", "objectives.mim=null", "data.captions=all")
     config = settings(lab, *frozen)
     (tmp_path / "model" / "features").mkdir(parents=True)
     (tmp_path / "model" / "features" / "mine.txt").write_text("of the user")
     images = sum(source.shards.total for source in build(config)[1].indices)
-    seen.clear()
+    values.clear()
     _, model = align(config, tmp_path / "model")
-    assert sum(seen) == images + 1  # and a blank one, which tells the features' size
+    assert sum(values) == images + 1  # and a blank one, which tells the features' size
     size = 2 * images * (1 + prod(config.model.image.grid)) * config.model.image.width
     assert f"features: {size / 1e9:.2g} GB" in capsys.readouterr().out
     assert not (tmp_path / "model" / ".features").exists()
@@ -89,21 +89,21 @@ def test_an_interrupted_command_goes_on_from_its_features(lab, tmp_path, monkeyp
         patch.setattr("launch.align.CanonicalCorrelation", interrupted)
         with pytest.raises(KeyboardInterrupt):
             align(config, tmp_path / "model")
-    seen = towers_images(monkeypatch)
+    values = towers_images(monkeypatch)
     align(config, tmp_path / "model")
-    assert seen == [1]  # the blank one, which tells the features' size
+    assert values == [1]  # the blank one, which tells the features' size
     assert (tmp_path / "model" / "model.safetensors").is_file()
 
 
 def towers_images(monkeypatch):
-    seen, tower = [], ImageEncoder.tower
+    values, tower = [], ImageEncoder.tower
 
     def counted(self, pixels, *more):
-        seen.append(len(pixels))
+        values.append(len(pixels))
         return tower(self, pixels, *more)
 
     monkeypatch.setattr(ImageEncoder, "tower", counted)
-    return seen
+    return values
 
 
 def interrupted(*arguments):
@@ -114,9 +114,9 @@ def test_the_command_says_what_it_did(lab, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     arguments = lab.arguments("aligned", *POOLED, "training.precision=bf16")
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 0
-    told = capsys.readouterr()
-    assert "aligned on 200 pairs" in told.out
-    assert "training.precision: this CPU has no instructions for bf16" in told.err
+    message = capsys.readouterr()
+    assert "aligned on 200 pairs" in message.out
+    assert "training.precision: this CPU has no instructions for bf16" in message.err
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert main(["align", *arguments, "--out", str(tmp_path / "model")]) == 2
     assert "already holds a model" in capsys.readouterr().err
@@ -144,14 +144,14 @@ def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():
     held_out = noisy_pairs(400, seed=1)
     chosen = {}
     for count in (80, 40_000):
-        seen, held = PairMoments(60, 60), _ValidationPairs(60, 60)
-        seen.add(*noisy_pairs(count)[:2])
+        values, held = PairMoments(60, 60), _ValidationPairs(60, 60)
+        values.add(*noisy_pairs(count)[:2])
         for part in range(2):  # added in parts
             held.add(*(side[part::2] for side in held_out))
-        chosen[count] = held.best_shrinkage(seen, 20)
+        chosen[count] = held.best_shrinkage(values, 20)
         ranks = {}
         for shrinkage in SHRINKAGES:
-            layers = CanonicalCorrelation(seen).projections(20, shrinkage)
+            layers = CanonicalCorrelation(values).projections(20, shrinkage)
             x, y = (s.double() @ p.weight.T + p.bias for s, p in zip(held_out, layers))
             ranks[shrinkage] = mean_reciprocal_rank(x, y, held_out[2])
         assert ranks[chosen[count]] == max(ranks.values())
@@ -159,13 +159,13 @@ def test_held_out_images_choose_more_shrinkage_for_fewer_pairs():
 
 
 def test_held_out_images_count_in_the_projections_again(lab, tmp_path, capsys):
-    count, found = align(settings(lab), tmp_path / "found")
+    count, result = align(settings(lab), tmp_path / "found")
     assert count == 200
     (chosen,) = re.findall(
         r"shrinkage (\S+) ranks the pairs of \d+ held-out", capsys.readouterr().out
     )
     _, given = align(settings(lab), tmp_path / "given", shrinkage=float(chosen))
-    assert_close(given.image_encoder.projection.weight, found.image_encoder.projection.weight)
+    assert_close(given.image_encoder.projection.weight, result.image_encoder.projection.weight)
     assert not capsys.readouterr().out
 
 

@@ -93,12 +93,13 @@ def _read_slurm_ranks() -> None:
 
 
 def _require_rank() -> None:
-    """Require that a launcher has set all variables of a rank, or none of them."""
-    # A rank without a number would be rank 0, and wait for the others.
+    """Require valid variables of a rank, and RANK if there is more than one."""
+    # Without RANK every process would be rank 0, and wait for others. LOCAL_RANK may be missing, as
+    # Kubernetes' PyTorchJob starts one process on each node.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     values = {name: os.environ[name] for name in names if name in os.environ}
     rank, world_size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
-    is_complete = len(values) == len(names) or world_size == "1"
+    is_complete = "RANK" in values or world_size == "1"
     if is_complete and all(map(str.isdecimal, values.values())) and int(rank) < int(world_size):
         return
     listed = " ".join(f"{name}={value}" for name, value in values.items())

@@ -129,20 +129,20 @@ class Scene:
 
     def family(self):
         """The job's processes with all that they started."""
-        found = []
+        result = []
         for rank in self.started:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(rank.process.pid)
-                found += [process, *process.children(recursive=True)]
-        return found
+                result += [process, *process.children(recursive=True)]
+        return result
 
     def signal(self, number):
         with suppress(ProcessLookupError):
             os.kill(self.rng.choice(self.started).process.pid or 0, number)
 
     def files(self):
-        found = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
-        return [path for path in found if FOREIGN not in path.name and path.stat().st_size]
+        result = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
+        return [path for path in result if FOREIGN not in path.name and path.stat().st_size]
 
 
 def kill_all(scene):
@@ -168,11 +168,11 @@ def second_owner(scene):
         time.sleep(0.05)
     here = any(rank.process.is_alive() for rank in scene.started)
     again = ranks.start(scene.job.command, 1)
-    [(code, said)] = ranks.finish(again, timeout=120)
-    assert code in (0, 2), said
+    [(code, output)] = ranks.finish(again, timeout=120)
+    assert code in (0, 2), output
     alive = any(rank.process.is_alive() for rank in scene.started)
     if here and alive:
-        assert "is being written by process" in said, said
+        assert "is being written by process" in output, output
 
 
 def store(scene):
@@ -235,9 +235,9 @@ own, where it is lost; it may come while Python handles an exception that it exp
 
 @pytest.fixture
 def server(lab, tmp_path):
-    with serve(small_shards(lab.folder / "scenes" / "train", tmp_path / "shards")) as told:
-        manifest(told)
-        yield told
+    with serve(small_shards(lab.folder / "scenes" / "train", tmp_path / "shards")) as server:
+        manifest(server)
+        yield server
 
 
 @pytest.mark.nightly
@@ -280,9 +280,9 @@ def test_faults_change_nothing(lab, server, tmp_path, capsys):
                 if not any(codes):
                     break  # it has ended, and the next fault would meet nothing
             ranks.run(job.command, job.ranks)
-            found = job.results(out)
-            foreign = [found.pop(name) for name in list(found) if FOREIGN in name]
-            assert found == quiet[job.name], differing(found, quiet[job.name])
+            result = job.results(out)
+            foreign = [result.pop(name) for name in list(result) if FOREIGN in name]
+            assert result == quiet[job.name], differing(result, quiet[job.name])
             assert (out / f"{FOREIGN}.txt").read_text() == "mine"
             assert all(content == b"mine" for content in foreign)
     finally:
@@ -327,14 +327,14 @@ def disturb(scene, kind, moment):
         family = scene.family()
     end_others(scene.started)
     results = ranks.finish(scene.started, timeout=60)
-    every = "".join(said for _, said in results)  # what all ranks would say, rank 0 says
-    for code, said in results:
-        assert code in ORDERLY, (kind, code, said)
-        own = INTERRUPTED.sub("", said) if kind == "SIGINT" else said
-        assert "Traceback" not in own, f"{scene.job.name}, {kind}: {said}"
+    every = "".join(output for _, output in results)  # what all ranks would say, rank 0 says
+    for code, output in results:
+        assert code in ORDERLY, (kind, code, output)
+        own = INTERRUPTED.sub("", output) if kind == "SIGINT" else output
+        assert "Traceback" not in own, f"{scene.job.name}, {kind}: {output}"
         # A Ctrl-C may come before the fork of the test's server is the command, which says nothing.
-        named = "error" in every or "lost another rank" in said or own != said
-        named = named or (kind == "SIGINT" and not said)
+        named = "error" in every or "lost another rank" in output or own != output
+        named = named or (kind == "SIGINT" and not output)
         assert code != 1 or named, (kind, every)
     _, orphans = psutil.wait_procs(family, timeout=40)
     assert not orphans, (kind, [(orphan, orphan.cmdline()) for orphan in orphans])
