@@ -96,7 +96,7 @@ def _require_rank() -> None:
     """Require valid variables of a rank, and RANK if there is more than one."""
     # Without RANK every process would be rank 0, and wait for others. LOCAL_RANK may be missing, as
     # Kubernetes' PyTorchJob starts one process on each node.
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
     values = {name: os.environ[name] for name in names if name in os.environ}
     rank, world_size = values.get("RANK", "0"), values.get("WORLD_SIZE", "1")
     is_complete = "RANK" in values or world_size == "1"
@@ -104,8 +104,8 @@ def _require_rank() -> None:
         return
     listed = " ".join(f"{name}={value}" for name, value in values.items())
     raise ConfigError(
-        f"the environment has {listed}, which is no rank: unset these variables to train in one "
-        "process, or start the ranks by a launcher"
+        f"the environment has {listed}: not the numbers of a rank; unset these variables to train "
+        "in one process, or start the ranks by a launcher"
     )
 
 
