@@ -69,14 +69,14 @@ class DataCommand(Command):
                     require_output(ctx.params[param.name], is_folder)
             return super().invoke(ctx) or 0
         except (ConfigError, typer.BadParameter) as error:
-            print(f"data_tools {self.name}: {error}", file=sys.stderr)
+            print(f"vlp data {self.name}: {error}", file=sys.stderr)
             return 2
         except DataError as error:
-            print(f"data_tools {self.name}: {error.plain_message}", file=sys.stderr)
+            print(f"vlp data {self.name}: {error.plain_message}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print(
-                f"\ndata_tools {self.name}: interrupted; finished shards stay, run the same "
+                f"\nvlp data {self.name}: interrupted; finished shards stay, run the same "
                 "command again to go on",
                 file=sys.stderr,
             )
@@ -108,7 +108,7 @@ data_commands = Group(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (2: wrong input, 130: interrupted)."""
-    return run_app(data_commands, "python -m data_tools", arguments)
+    return run_app(data_commands, "vlp data", arguments)
 
 
 if __name__ == "__main__":

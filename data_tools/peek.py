@@ -36,8 +36,8 @@ def peek(
 ) -> int:
     """Draw samples of a folder of shards into one image: thumbnails with their captions.
 
-        python -m data_tools peek shards/cc3m --out sheet.png
-        python -m data_tools peek shards/refcoco --out sheet.png --boxes --count 24 --seed 3
+        vlp data peek shards/cc3m --out sheet.png
+        vlp data peek shards/refcoco --out sheet.png --boxes --count 24 --seed 3
 
     A damaged sample is a grey card that names the damage. The folder needs its index.npz.
     """

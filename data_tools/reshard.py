@@ -62,7 +62,7 @@ def reshard(
 ) -> int:
     """Write the samples of folders of shards into new shards of another size, or in another order.
 
-        python -m data_tools reshard shards/coco/train shards/cc3m --out shards/both \\
+        vlp data reshard shards/coco/train shards/cc3m --out shards/both \\
             --samples-per-shard 1000 --shuffle 0
 
     All files of samples are copied byte for byte; the headers of the tars have no times and users.

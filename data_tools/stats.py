@@ -43,7 +43,7 @@ def stats(
 ) -> int:
     """Count samples, captions, images and sources, with histograms of lengths and sizes.
 
-        python -m data_tools stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
+        vlp data stats shards/cc3m --out stats.json --vocabulary bert-base-uncased \\
             --max-tokens 30
 
     The main numbers are printed; FILE has all, with histograms. Words are runs of letters and

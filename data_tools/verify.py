@@ -65,7 +65,7 @@ def verify(
 ) -> int:
     """Check shards: every tar, every annotation, every image, the index and the manifest.
 
-        python -m data_tools verify shards/cc3m shards/sbu --report damage.tsv
+        vlp data verify shards/cc3m shards/sbu --report damage.tsv
 
     Damage is printed when it is found, and counted by kind at the end. --report FILE has a line for
     each: kind, tab, place; with it, the same command continues an interrupted check. The exit code
@@ -282,7 +282,7 @@ class _Manifest(BaseModel):
 def against_index(folder: Path, contents: Mapping[str, ShardContents]) -> list[Damage]:
     """Return the differences between a folder's index and its shards, by name."""
     path = folder / INDEX_NAME
-    remedy = f"make a new one with: python -m data_tools index {folder}"
+    remedy = f"make a new one with: vlp data index {folder}"
     try:
         with path.open("rb") as file:
             shards = read_table(file, str(path), remedy)

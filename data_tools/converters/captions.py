@@ -109,7 +109,7 @@ def flickr8k(
 ) -> int:
     """Turn Flickr8k (or anything in Karpathy's layout) and its images into shards.
 
-        python -m data_tools flickr8k --annotations dataset_flickr8k.json \\
+        vlp data flickr8k --annotations dataset_flickr8k.json \\
             --images Images/ --out shards/flickr8k
 
     writes OUT/train, OUT/val and OUT/test: tars, index.npz and manifest.json, which lists rows left
@@ -134,7 +134,7 @@ def flickr30k(
 ) -> int:
     """Turn Flickr30k and its images into shards, one folder per split.
 
-        python -m data_tools flickr30k --annotations dataset_flickr30k.json \\
+        vlp data flickr30k --annotations dataset_flickr30k.json \\
             --images flickr30k-images/ --out shards/flickr30k
 
     --annotations takes Karpathy's JSON, which has the usual splits, or the official
@@ -163,7 +163,7 @@ def coco(
 ) -> int:
     """Turn COCO's captions and images into shards, one folder per split.
 
-        python -m data_tools coco --annotations dataset_coco.json --images coco/ --out shards/coco
+        vlp data coco --annotations dataset_coco.json --images coco/ --out shards/coco
 
     --annotations takes Karpathy's dataset_coco.json (train, val, test; `restval` goes to train), or
     the official captions_train2017.json, captions_val2014.json ... (each becomes
@@ -222,7 +222,7 @@ def visual_genome(
 ) -> int:
     """Turn Visual Genome's regions and images into shards.
 
-        python -m data_tools visual_genome --regions region_descriptions.json \\
+        vlp data visual_genome --regions region_descriptions.json \\
             --image-data image_data.json --images VG_100K/ VG_100K_2/ --out shards/visual_genome
 
     Each region's phrase is a caption, and a referring expression with the region's box. With

@@ -111,9 +111,9 @@ class _Metadata(BaseModel):
 def cc3m(web: WebOptions, out: Out, build: BuildOptions) -> int:
     """Turn Conceptual Captions (CC3M) into shards.
 
-        python -m data_tools cc3m --annotations Train_GCC-training.tsv --urls-only --out shards/cc3m
+        vlp data cc3m --annotations Train_GCC-training.tsv --urls-only --out shards/cc3m
         img2dataset ...   (the command above prints it whole)
-        python -m data_tools cc3m --annotations Train_GCC-training.tsv \\
+        vlp data cc3m --annotations Train_GCC-training.tsv \\
             --img2dataset shards/cc3m/downloaded --out shards/cc3m
 
     --annotations takes the official file (`caption<TAB>url`), gzipped or not. For images in

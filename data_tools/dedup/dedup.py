@@ -32,7 +32,7 @@ from data_tools.shards import shards_of
 def dedup(folders: Folders, near: NearOptions) -> int:
     """List the keys of duplicate images; the first image of each group of duplicates stays.
 
-        python -m data_tools dedup shards/cc3m shards/sbu --out repeated.txt
+        vlp data dedup shards/cc3m shards/sbu --out repeated.txt
 
     Duplicates have the same stored bytes (sha256). Without --exact near-duplicates count, too:
     images saved again, reduced, squeezed or slightly cropped. Images are compared in the order of
@@ -112,7 +112,7 @@ def overlap(
 ) -> int:
     """List the keys of pretraining samples that show images of evaluation sets.
 
-        python -m data_tools overlap --pretraining shards/coco/train shards/cc3m \\
+        vlp data overlap --pretraining shards/coco/train shards/cc3m \\
             --evaluation shards/flickr30k/test shards/coco/test --out leaked.txt
 
     Two images are one if they have the same `source` and `image_id`, or the same bytes, or without

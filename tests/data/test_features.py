@@ -328,7 +328,7 @@ def test_a_second_command_is_refused_by_all_ranks(make_shards, configuration, tm
         after = files_of(out)
     finally:
         first.send_signal(signal.SIGCONT)
-    refused = f"data_tools features: {out}: is being written by process {first.pid} on "
+    refused = f"vlp data features: {out}: is being written by process {first.pid} on "
     assert [rank.returncode for rank in second] == [2, 2]
     assert all(refused in rank.stderr for rank in second)
     assert after == before

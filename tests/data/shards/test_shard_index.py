@@ -164,7 +164,7 @@ def test_missing_folder_no_shards_no_index(tmp_path):
         with pytest.raises(ConfigError, match="holds no shards"):
             read(tmp_path)
     write_tar(tmp_path / "0.tar", {"a.jpg": b"1"}.items())
-    with pytest.raises(ConfigError, match=f"python -m data_tools index {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"vlp data index {tmp_path}"):
         ShardIndex.open(tmp_path)
     for name in ("\udcff.tar", "\n.tar"):
         (tmp_path / name).touch()

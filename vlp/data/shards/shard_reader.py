@@ -180,7 +180,7 @@ class ShardIndex:
         folder = Path(folder)
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there is no such folder of shards")
-        remedy = f"index the folder with: python -m data_tools index {folder}"
+        remedy = f"index the folder with: vlp data index {folder}"
         path = folder / INDEX_NAME
         if not path.exists():
             if not any(folder.glob("*.tar")):
@@ -217,7 +217,7 @@ class ShardIndex:
             )
         folder = RemoteFolder(url, outages)
         content = folder.read(INDEX_NAME)
-        remedy = "index the folder on its host with: python -m data_tools index FOLDER"
+        remedy = "index the folder on its host with: vlp data index FOLDER"
         if content is None:
             raise ConfigError(
                 f"{url}: has no {INDEX_NAME}; {remedy}; or set data.epoch_samples and give the "
@@ -262,7 +262,7 @@ class ShardIndex:
         if rows is None:
             raise ConfigError(
                 f"{self.folder}: {self.shards.file} is missing, which `captions: all` needs; "
-                "index the folder again: python -m data_tools index FOLDER"
+                "index the folder again: vlp data index FOLDER"
             )
         return rows
 
