@@ -116,7 +116,8 @@ def _unpack(archive: Path, opener: Any, target: Path) -> None:
 DEPTH = 2  # levels of subfolders (`ab/cd/image.jpg`)
 
 # Formats that cannot be decoded count as unreadable images, not as other files.
-IMAGE_SUFFIXES = (*IMAGES, ".tif", ".tiff", ".heic", ".avif")
+UNREAD_IMAGE_SUFFIXES = (".tif", ".tiff", ".heic", ".avif")
+IMAGE_SUFFIXES = (*IMAGES, *UNREAD_IMAGE_SUFFIXES)
 
 
 class ImageLocation(NamedTuple):

@@ -289,7 +289,7 @@ def build_parts(
 ) -> int:
     """Build parts as `make_corpus` does; `before_writing` is called once all of them fit OUT."""
     options = replace(target.build, licence=target.build.licence or target.licence)
-    written = 0
+    written, failures = 0, set[str]()
     with ExitStack() as stack:
         builds = []
         for part in parts:
@@ -312,8 +312,10 @@ def build_parts(
             *_, manifest = build
             print_manifest(target.out / part.name, manifest)
             written += manifest["samples"]
+            failures.update(manifest["failures"])
     if not written:
-        print(f"{target.out}: no sample was written; are --images the images of this corpus?")
+        hint = "; are --images the images of this corpus?" if "missing image" in failures else ""
+        print(f"{target.out}: no sample was written{hint}")
     return 0 if written else 1
 
 

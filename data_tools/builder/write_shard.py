@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -318,12 +319,17 @@ def require_same_settings(
     out: Path, stored: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
 ) -> None:
     """Refuse a folder with shards of other settings; settings that it does not store are equal."""
-    for name, value in {**dict.fromkeys(stored), **settings}.items():
-        if name in stored and stored[name] != value:
-            raise ConfigError(
-                f"{out} was begun with {name} {stored[name]}, this command says {value}: choose "
-                f"another --out, or {remedy}"
-            )
+    changed = [name for name in stored if stored[name] != settings.get(name)]
+    if not changed:
+        return
+    # The `data_set` of an import holds its `name`, which is an option.
+    name, option = changed[0], ""
+    if "name" in changed:
+        name, option = "name", f", pass --name {shlex.quote(stored['name'])}"
+    raise ConfigError(
+        f"{out} was begun with {name} {stored[name]}, this command says {settings.get(name)}: "
+        f"choose another --out{option}, or {remedy}"
+    )
 
 
 def require_build_shards(folder: Path, has_build: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from data_tools.builder.build import check_splits
 from data_tools.builder.samples import Fault
 from data_tools.converters.captions import read_karpathy
-from data_tools.originals import IMAGE_SUFFIXES
+from data_tools.originals import IMAGE_SUFFIXES, UNREAD_IMAGE_SUFFIXES
 from data_tools.own.file_tree import FileTree, without_gz
 from data_tools.own.tables import (
     TABLE_SUFFIXES,
@@ -135,7 +135,9 @@ def recognise(
             split = next(filter(None, map(split_of, reversed(path.split("/")))), None)
             matches.append(_TableMatch(table, columns, path, split))
         else:
-            problem = problem or missing_columns(path, table.columns)
+            problem = problem or missing_columns(
+                path, table.columns, overrides, table.bytes_columns
+            )
     if matches:
         title = _TITLES[_suffix(matches[0].path)]
         if metadata:
@@ -181,12 +183,19 @@ def _are_numeric(side_files: Sequence[str], tree: FileTree) -> bool:
     return content is None and len(lines) > 0 and all(map(is_numeric, lines))
 
 
-def other_files(tree: FileTree) -> str:
-    """Return a message on files that are neither images, captions nor tables; empty without any."""
+def other_files(tree: FileTree) -> list[str]:
+    """Return messages on files that are neither images, captions nor tables, or images not read."""
     suffixes = {*TABLE_SUFFIXES, *_SIDE_SUFFIXES, *IMAGE_SUFFIXES}
     files = [path for path in tree.files if _suffix(path) not in suffixes]
     counts = _count_by_suffix(files)
-    return f"{len(files)} files of other kinds are left out: {counts}" if files else ""
+    notes = [f"{len(files)} files of other kinds are left out: {counts}"] if files else []
+    unread = [path for path in tree.files if _suffix(path) in UNREAD_IMAGE_SUFFIXES]
+    if unread:
+        notes.append(
+            f"{len(unread)} images are of formats that are not read ({_count_by_suffix(unread)}): "
+            "convert them to JPEG or PNG"
+        )
+    return notes
 
 
 def add_image(value: Any, name: str, tree: FileTree) -> str | None:
@@ -459,7 +468,7 @@ def hub_form(
     column_names = list(next(iter(features_by_split.values()), ()))
     columns = find_columns(column_names, overrides, sorted(image_columns))
     if columns is None:
-        raise missing_columns(place, column_names)
+        raise missing_columns(place, column_names, overrides, sorted(image_columns))
     # Now, as streaming takes hours.
     if columns.split is None:
         require_splits(dict.fromkeys(parts), place, "choose others with --splits")

@@ -41,6 +41,7 @@ from vlp.data.shards.tar import readable
 from vlp.io import atomic_write
 
 SHARES = (0.9, 0.05, 0.05)  # of train, val and test
+LEAST_VAL = 100  # images; with fewer, recall is rough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +131,7 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
         try:
             tree, form = _open_place(options, scratch, faults)
             print(readable(f"{options.place}: {form.title}"))
-            for line in filter(None, (*form.notes, other_files(tree))):
+            for line in filter(None, (*form.notes, *other_files(tree))):
                 print(f"  {readable(line)}")
             images, dropped = _clean_images(form, tree, faults, options)
             tree.flush()
@@ -292,6 +293,12 @@ def _build(
     target = Target(options.out, build, options.title, "unknown", settings)
     code = build_parts(target, parts, tree, lambda: EarlierImport.write(options.out, rows))
     if code == 0:
+        val = sum(sample.split == "val" for sample in splitting.samples)
+        if 0 < val < LEAST_VAL:
+            remedy = (
+                "" if splitting.from_data else "; --split 0.6 0.3 0.1 --replace makes it larger"
+            )
+            print(f"careful: val has {val} images, each {100 / val:.1f} points of recall{remedy}")
         print(next_steps(options.out, [part.name for part in parts]))
     return code
 

@@ -119,13 +119,20 @@ def normalise_name(name: str) -> str:
     return re.sub(r"[\s-]+", "_", name.strip().lower())
 
 
-def missing_columns(where: str, names: Iterable[str]) -> ConfigError:
-    """Return the error for a table without the columns of `find_columns`."""
-    listing = ", ".join(list(names)[:20])
-    return ConfigError(
-        f"{where}: no columns for images and captions among {listing}; name them with --image "
-        "COLUMN --caption COLUMN"
-    )
+def missing_columns(
+    where: str, names: Sequence[str], overrides: ColumnOverrides, bytes_columns: Sequence[str] = ()
+) -> ConfigError:
+    """Return the error for a table of which `find_columns` finds not all columns."""
+    columns = (overrides.image, *(overrides.captions or ()), overrides.split)
+    unknown = [name for name in columns if name is not None and name not in names]
+    missing, remedy = "columns of images and captions", "them with --image COLUMN --caption COLUMN"
+    if unknown:
+        missing, remedy = f"column {unknown[0]!r}", "one of these"
+    elif find_columns([*names, CAPTIONS[0]], overrides, bytes_columns):
+        missing, remedy = "column of captions", "it with --caption COLUMN"
+    elif find_columns([*names, IMAGES[0]], overrides, bytes_columns):
+        missing, remedy = "column of images", "it with --image COLUMN"
+    return ConfigError(f"{where}: no {missing} among {', '.join(names[:20])}; name {remedy}")
 
 
 def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:

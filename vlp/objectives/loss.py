@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def require_whole_groups(
         if share % min(group_size, batch):
             raise ConfigError(
                 f"{key} {group_size} does not divide a rank's {share} samples (training.batch "
-                f"{batch} on {ranks} ranks)"
+                f"{batch} on {ranks} ranks); set {key}={math.gcd(share, group_size)}"
             )
         if chunk is not None and chunk < share and chunk % group_size:
             raise ConfigError(

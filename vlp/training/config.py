@@ -12,7 +12,7 @@ from vlp.config import Choice, Config, ConfigError, LocalPath, Precision
 from vlp.data.config import DataConfig
 from vlp.data.limits import Limits, limits
 from vlp.data.stream.batch import Inputs, PatchMasking
-from vlp.data.stream.sampler import streams_of_rank
+from vlp.data.stream.sampler import require_equal_streams, streams_of_rank
 from vlp.models.config import ModelConfig
 from vlp.models.towers import require_maskable
 from vlp.objectives.config import ObjectivesConfig
@@ -282,11 +282,7 @@ class PretrainConfig(RunConfig):
         has_match_score = self.objectives.itm or self.init_from
         if self.validation and self.validation.rerank and not has_match_score:
             raise ValueError("validation.rerank needs ITM scores: set objectives.itm or init_from")
-        batch, streams = self.training.batch, self.data.canonical_streams
-        if batch % streams:
-            raise ValueError(
-                f"training.batch {batch} is not a multiple of data.canonical_streams {streams}"
-            )
+        require_equal_streams(self.training.batch, self.data.canonical_streams)
         return self
 
 

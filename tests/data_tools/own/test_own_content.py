@@ -209,7 +209,7 @@ def test_a_second_run_of_another_name_is_refused(tmp_path, capsys):
     command = ["import", str(place), "--out", str(tmp_path / "out")]
     assert main(command) == 0
     assert main([*command, "--name", "other"]) == 2
-    assert "was begun with data_set mine, train, this command says other" in capsys.readouterr().err
+    assert "choose another --out, pass --name mine, or" in capsys.readouterr().err
 
 
 def test_a_split_that_is_refused_leaves_the_others_as_they_were(tmp_path, capsys):

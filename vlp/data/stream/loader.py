@@ -21,12 +21,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
-from vlp.config import Config, ConfigError
+from vlp.config import Config
 from vlp.data.shards.remote import retries, share_retries
 from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
 from vlp.data.stream.batch import Slots
 from vlp.data.stream.rng import make_rng
-from vlp.data.stream.sampler import EndlessSampler, GlobalBatch, Request, Source, TrainingSampler
+from vlp.data.stream.sampler import (
+    EndlessSampler,
+    GlobalBatch,
+    Request,
+    Source,
+    TrainingSampler,
+    require_equal_streams,
+)
 from vlp.signals import STOP_SIGNALS, end_with_parent
 
 
@@ -418,11 +425,7 @@ def indexed_data(
 
     `collate` gets a rank's good samples (maybe an empty list) and its bad ones.
     """
-    if batch % config.canonical_streams:
-        raise ConfigError(
-            f"training.batch {batch} is not a multiple of canonical_streams "
-            f"{config.canonical_streams}"
-        )
+    require_equal_streams(batch, config.canonical_streams, "task.data")
     sampler = TrainingSampler([Source([count])], config.canonical_streams, max(count, 1), seed)
     return OrderedData(
         sampler,

@@ -7,6 +7,7 @@ share the streams, so that global batches do not depend on the number of ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -61,6 +62,16 @@ def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
         )
     per_rank = streams // world_size
     return range(rank * per_rank, (rank + 1) * per_rank)
+
+
+def require_equal_streams(batch: int, streams: int, section: str = "data") -> None:
+    """Refuse a global batch without equal shares of the streams; section: their key's."""
+    if batch % streams:
+        key, fewer = f"{section}.canonical_streams", math.gcd(batch, streams)
+        raise ConfigError(
+            f"training.batch {batch} is not a multiple of {key} {streams}; set {key}={fewer}, or "
+            f"training.batch={batch + -batch % streams}"
+        )
 
 
 class TrainingSampler:

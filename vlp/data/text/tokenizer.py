@@ -284,9 +284,12 @@ def _bert_normalizer(folder: Path, vocabulary: Iterable[str]) -> normalizers.Ber
 def _from_hub(name: str) -> str:
     from huggingface_hub import hf_hub_download
 
+    if not may_be_on_hub(name):
+        raise ConfigError(
+            f"vocabulary {name!r}: there is no such folder with tokenizer.json or vocab.txt; make "
+            f"it with: vlp data vocabulary --shards DIR --out {name}"
+        )
     try:
-        if not may_be_on_hub(name):
-            raise FileNotFoundError(name)
         check_hub()
         return hf_hub_download(name, "tokenizer.json")
     except Exception as error:  # one message for no network, unknown and invalid names

@@ -15,6 +15,7 @@ from vlp import distributed
 from vlp.data.config import DataConfig
 from vlp.data.pretrain import PretrainData
 from vlp.data.stream.batch import Inputs
+from vlp.data.stream.sampler import require_equal_streams
 from vlp.models.folder import Loaded, require_frozen_tower, save_pretrained
 from vlp.objectives.config import ObjectivesConfig
 from vlp.objectives.loss import require_whole_groups
@@ -110,6 +111,7 @@ class Retrieval(PairsTask):
 
 def pair_data(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> PretrainData:
     """Return the training batches of a model, without masking."""
+    require_equal_streams(batch, config.data.canonical_streams, "task.data")
     require_whole_groups(
         config.objectives, batch, distributed.world_size(), prefix="task.objectives"
     )
