@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from vlp.io import Redacted, as_url, redact_values, write_text
+from vlp.io import Redacted, as_url, redact_values, similar_path, write_text
 
 Precision = Literal["float32", "bf16", "fp16"]  # of forward passes; parameters are float32
 
@@ -407,7 +407,9 @@ def read_values(
     try:
         values = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read this configuration ({error.strerror})") from error
+        raise ConfigError(
+            f"{path}: cannot read this configuration ({error.strerror}){similar_path(path)}"
+        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 ({error})") from error
     except yaml.YAMLError as error:

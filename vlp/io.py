@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
 import errno
 import hashlib
 import json
@@ -97,6 +98,18 @@ def require_local(path: Path) -> None:
     """Raise OSError for a URL, which would else be written to as a local folder `s3:`."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
+
+
+def similar_path(path: str | Path) -> str:
+    """Return "; did you mean X?" for the path X most like a missing one, or "" without any."""
+    missing = Path(path)
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    with suppress(OSError):
+        names = [] if missing.exists() else os.listdir(missing.parent)
+        if matches := difflib.get_close_matches(missing.name, names, n=1):
+            return f"; did you mean {missing.with_name(matches[0])}?"
+    return ""
 
 
 def may_be_on_hub(name: str) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vlp.config import ConfigError
 from vlp.io import check_hub, may_be_on_hub, parse_json
 from vlp.models.config import ImageConfig, ModelConfig, TextConfig, Trainable
+from vlp.positions.options import suggestion
 
 
 def create_image_tower(config: ImageConfig) -> nn.Module:
@@ -37,9 +38,11 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
         # Drop an attention pool, which nothing reads.
         tower.reset_classifier(0, "")
     except Exception as error:  # of any name, option or size
+        hint = "" if timm.is_model(name) else suggestion(name, timm.list_models())
+        used = f" with {options}" if options else ""
         raise ConfigError(
-            f"image.architecture {name}: timm cannot create it for {config.image_size} px with "
-            f"{options} ({error})"
+            f"image.architecture {name}{hint}: timm cannot create it for {config.image_size} px"
+            f"{used} ({error})"
         ) from error
     embed: Any = next((part for part in map(tower.__dict__["_modules"].get, _EMBEDS) if part), None)
     size = getattr(embed, "patch_size", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vlp.io import check_hub, may_be_on_hub
+from vlp.io import check_hub, may_be_on_hub, similar_path
 
 CONFIG = "config.json"
 RESULTS = "evaluation"
@@ -53,7 +53,7 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
         return folder
     name = str(folder_or_name)
     if not _may_be_on_hub(name):
-        raise FileNotFoundError(f"there is no model folder {name}")
+        raise FileNotFoundError(f"there is no model folder {name}{similar_path(name)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -63,7 +63,7 @@ def local_folder(folder_or_name: str | Path, revision: str | None = None, **opti
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(
-            f"{name} is neither a model folder nor found on the hub{at}"
+            f"{name} is neither a model folder nor found on the hub{at}{similar_path(name)}"
         ) from error
 
 
