@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+import warnings
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +88,9 @@ def run_app(
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     _open_standard_streams()
+    # One line each, without the line of code, and once.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.simplefilter("once", UserWarning, append=True)
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
         code = group.main(

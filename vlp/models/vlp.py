@@ -288,15 +288,19 @@ class VLPModel(nn.Module):
         )
         return CrossFeatures(text_states, None, paths, text.attention_mask)
 
+    def warn_if_match_is_untrained(self) -> None:
+        """Warn the caller's caller if the match score is meaningless."""
+        if not self.match_is_trained:
+            warnings.warn(
+                "the match score was never trained (no ITM), so it is meaningless", stacklevel=3
+            )
+
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Compute log-odds that row i's text describes row i's image: (B,) float32.
 
         One image is matched with every text, and one text with every image.
         """
-        if not self.match_is_trained:
-            warnings.warn(
-                "the match score was never trained (no ITM), so it is meaningless", stacklevel=2
-            )
+        self.warn_if_match_is_untrained()
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         logits = self.match_logits(self.cross(image, text, pairs, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]

@@ -259,6 +259,8 @@ class VlpModel(_VlpPreTrainedModel):
         """Return the requested outputs of pairs by name."""
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
+        if match:
+            self.model.warn_if_match_is_untrained()
         outputs = {"itm_logits": self.model.match_logits(features).float()} if match else {}
         paths = features.paths if output_anchors else None
         if paths is not None:
