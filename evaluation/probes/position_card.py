@@ -41,6 +41,19 @@ HOOKS = {
 }
 
 
+# What sets apart encodings of one class.
+VARIANTS = {
+    "irpe-cross": "a bucket of row offsets plus one of column offsets; ",
+    "irpe-euclidean": "buckets of Euclidean distances; ",
+    "irpe-product": "a bucket for each pair of row and column offsets; ",
+    "irpe-quantization": "buckets of quantised Euclidean distances; ",
+    "sine-1d": "of the raster order; ",
+    "sine-2d": "of row and column; ",
+    "sine-4d": "of the edges of a box; ",
+    "uniform": "constant paths, the control of `anchor`; ",
+}
+
+
 class PositionMap(NamedTuple):
     """A map (rows, columns), and the kind of its values: cosine, logit or bias."""
 
@@ -55,7 +68,7 @@ def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) 
         encoding = create_fitting_position(name, sizes, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    lines = [f"{name}: {_summary(type(encoding))}", ""]
+    lines = [f"{name}: {_summary(name)}", ""]
     lines += [f"acts {place} ({hook})" for hook, place in HOOKS.items() if hook in encoding.hooks]
     parameters = dict(encoding.named_parameters())
     lines.append(f"parameters: {sum(map(Tensor.numel, parameters.values())):,}")
@@ -166,10 +179,10 @@ def position_list() -> str:
             if getattr(kind, hook) is not getattr(PositionEncoding, hook)
         ]
         prefix = "image-text " if name in CROSS_MODAL else ""
-        lines.append(f"{name:<18} {prefix + ', '.join(hooks):<31} {_summary(kind)}")
+        lines.append(f"{name:<18} {prefix + ', '.join(hooks):<31} {_summary(name)}")
     return "\n".join(lines)
 
 
-def _summary(kind: type) -> str:
-    text = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
-    return re.sub(r"^(`[^`]*`(, )?)+: ", "", text)
+def _summary(name: str) -> str:
+    text = (inspect.getdoc(position_class(name)) or "").split("\n\n")[0].replace("\n", " ")
+    return VARIANTS.get(name, "") + re.sub(r"^(`[^`]*`(, )?)+: ", "", text)

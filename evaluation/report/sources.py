@@ -203,7 +203,7 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
     try:
         variants = (
-            _by_label(figures_by_stage(figures), content.get("rerank"))
+            _by_label(figures_by_stage(figures), content)
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))}
         )
@@ -224,8 +224,12 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
 
 
-def _by_label(stages: Mapping[str, Any], rerank: int | None) -> dict[str, Any]:
-    labels = {"dual": "dual encoder", "rerank": f"re-ranked top {rerank}"}
+def _by_label(stages: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+    # A query has fewer candidates in small collections.
+    rerank = content.get("rerank")
+    candidates = max(content.get("images") or 0, content.get("texts") or 0)
+    top = min(rerank, candidates) if rerank and candidates else rerank
+    labels = {"dual": "dual encoder", "rerank": f"re-ranked top {top}"}
     return {labels.get(stage, stage): figures for stage, figures in stages.items()}
 
 

@@ -217,23 +217,28 @@ class RetrievalResult(Result):
     def table(self) -> Table:
         """Return recall in percent with intervals, and chance."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
-        top = self.facts["rerank"]
-        labels = {
-            "dual": "dual encoder",
-            "rerank": f"re-ranked top {top}",
-            "match": f"top {top} by the match score alone",
-        }
         rows = []
         for direction in DIRECTIONS:
             for stage in self.stages:
                 cells = [self.figures[stage, direction, column].percent() for column in columns]
-                rows.append([f"{ARROWS[direction]}, {labels[stage]}", *cells])
+                rows.append([f"{ARROWS[direction]}, {self._label(stage, direction)}", *cells])
             chances = [self.figures["dual", direction, column].chance for column in columns]
             rows.append([f"{ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
-            rows.append([f"both, {labels[stage]}", "", "", "", self.mean(stage).percent()])
+            rows.append(
+                [f"both, {self._label(stage, 'both')}", "", "", "", self.mean(stage).percent()]
+            )
         title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"
         return Table(title, ["", *columns], rows, self.table_notes())
+
+    def _label(self, stage: Stage, direction: Direction | Literal["both"]) -> str:
+        """Return a stage's name, with the number of re-ranked candidates of a query."""
+        images, texts = self.counts["images"], self.counts["texts"]
+        candidates = {"text_to_image": images, "image_to_text": texts}
+        top = min(self.facts["rerank"] or 0, candidates.get(direction, max(images, texts)))
+        if stage == "match":
+            return f"top {top} by the match score alone"
+        return f"re-ranked top {top}" if stage == "rerank" else "dual encoder"
 
     def plain_figures(self) -> dict[str, Any]:
         """Return a list of figures with stage, direction and name."""
@@ -330,7 +335,8 @@ def evaluate_retrieval(
         score = "the match score alone"
         if temperature is not None:
             score = f"similarity / {temperature:.3g} + match score"
-        notes.append(f"The top {rerank} were re-ranked by {score}.")
+        top = min(rerank, max(len(collection.samples), len(collection.captions)))
+        notes.append(f"The top {top} were re-ranked by {score}.")
         stage_losses = (
             f"{stage} {ARROWS[direction]} {list_loss[f'{stage}/{direction}']:.3f}"
             for stage, direction in sorted(losses)
