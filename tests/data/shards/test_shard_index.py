@@ -271,7 +271,7 @@ def test_invalid_and_missing_shards(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PK", b"{}", b"\x93NUMPY\x01\x00", b"[" * 100_000])
 def test_files_that_are_not_an_index_are_refused(tmp_path, content):
     (tmp_path / "index.npz").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"index\.npz: not an index.*data_tools index"):
+    with pytest.raises(ConfigError, match=r"index\.npz: not an index.*vlp data index"):
         ShardIndex.open(tmp_path)
 
 
@@ -295,7 +295,7 @@ def test_files_that_are_not_an_index_are_refused(tmp_path, content):
 def test_invalid_indices_are_refused(make_shards, changed, reason):
     folder = make_shards(count=4, per_shard=2)
     change_index(folder, **changed)
-    with pytest.raises(ConfigError, match=rf"index\.npz: .*{reason}.*data_tools index"):
+    with pytest.raises(ConfigError, match=rf"index\.npz: .*{reason}.*vlp data index"):
         ShardIndex.open(folder)
 
 
