@@ -229,7 +229,7 @@ def _pointing_figures(content: Mapping[str, Any]) -> SavedFigures:
 
 
 def cut_notes(cut: int, count: int, texts: str) -> tuple[str, ...]:
-    """Return a note that `cut` of `count` texts, a plural noun, are truncated; empty if none."""
+    """Return a note that `cut` of `count` texts, a plural noun, are truncated; empty for 0."""
     return (f"{cut} of {count} {texts} are truncated to max_tokens.",) if cut else ()
 
 

@@ -103,15 +103,15 @@ def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSam
     if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
     annotation = sample.annotation
-    numbers = caption_indices(annotation)
+    indices = caption_indices(annotation)
     words = []
     for word in sample.annotation.words:
-        if word.caption not in numbers:
+        if word.caption not in indices:
             location = (
                 f"{'/'.join(sample.image_identity)}: word {word.word!r} of caption {word.caption}"
             )
             return SkippedSample("bad annotation", f"{location}, which is blank or not there")
-        words.append(word.model_copy(update={"caption": numbers.index(word.caption)}))
+        words.append(word.model_copy(update={"caption": indices.index(word.caption)}))
     without_blanks = annotation.model_copy(update={"captions": sample.captions, "words": words})
     return sample._replace(annotation=without_blanks)
 

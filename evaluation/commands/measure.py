@@ -234,6 +234,7 @@ def _run_suite(config: Any, out: Path, device: str | None, workers: int | None) 
 
     from evaluation.suite.suite import run_suite
 
+    require_output(out, is_folder=True)
     result = run_suite(config, out, device, workers, progress=True)
     if first_rank():
         result.save(out)

@@ -18,7 +18,7 @@ from evaluation.commands.options import (
     require_single_process,
     valid_text,
 )
-from vlp.command_line import MODELS, START_HERE, new_app, positive
+from vlp.command_line import MODELS, START_HERE, new_app, positive, require_output
 
 app = new_app()
 
@@ -142,9 +142,10 @@ def report(
     from vlp.io import write_text
 
     require_single_process("run vlp report in one process, without torchrun")
+    sources = read_sources(runs)
     if out is None and markdown is None and latex is None:
         out = Path(runs[0]) / "report.html"
-    sources = read_sources(runs)
+        require_output(out, is_folder=False)
     tables = result_tables(sources)
     options = EvalOptions(limit, device=device, progress=True)
     # Texts are made one by one, as a page with cases takes minutes.

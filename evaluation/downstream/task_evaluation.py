@@ -185,7 +185,7 @@ class TaskEvaluation:
         return count_cut(text, [row[self.text_field] for row in rows]) if self.text_field else 0
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
-        """Merge rows of samples that are parts of one item; by default there are none."""
+        """Merge rows of samples that are parts of one item; by default every sample is an item."""
         return rows
 
     def evaluate_folder(
@@ -259,7 +259,7 @@ def get_evaluation(kind: str) -> TaskEvaluation:
 
 
 def page_actions() -> dict[PageAction, list[str]]:
-    """Return the page's actions, each with the kinds of task whose fine-tuned models offer it."""
+    """Return the page's actions, each with the kinds of fine-tuned models that offer it."""
     actions: dict[PageAction, list[str]] = {}
     for kind in task_kinds():
         if action := get_evaluation(kind).action:

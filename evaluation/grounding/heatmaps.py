@@ -13,6 +13,7 @@ from matplotlib import colormaps
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from evaluation.encoder import require_finite
 from evaluation.grounding.grad_cam import grad_cam
 from evaluation.samples import EvaluationError
 from vlp.models.cross_encoder import ImageFeatures
@@ -107,5 +108,4 @@ def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     # The mean over all tokens with [CLS], as in ALBEF.
-    heat: NDArray[np.float32] = maps[text.attention_mask[0]].mean(0).float().cpu().numpy()
-    return heat
+    return require_finite(maps[text.attention_mask[0]].mean(0).float().cpu().numpy())

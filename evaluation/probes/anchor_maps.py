@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.encoder import encode_image, warn_if_cut
+from evaluation.encoder import encode_image, require_finite, warn_if_cut
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.samples import CaptionedSample, EvaluationError, Samples, drop_blank_captions
 from evaluation.work_sharding import evaluating
@@ -205,6 +205,7 @@ def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tenso
     else:
         groups = model.config.cross.anchor.groups
         similarity = group_similarity(image.tokens.float(), text.tokens.float(), groups)[0]
+    require_finite(similarity.cpu().numpy())
     return _by_token(model, (similarity >= model.anchor_threshold).float())
 
 

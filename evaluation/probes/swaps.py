@@ -139,7 +139,7 @@ def _prepare(
 
 
 def word_head(loaded: Loaded) -> MLMHead | None:
-    """Return the MLM head of the model folder; None if the folder has none."""
+    """Return the MLM head of the model folder; None without one."""
     prefix = "mlm_head."
     state = {
         name.removeprefix(prefix): value

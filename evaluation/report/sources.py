@@ -207,7 +207,7 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             if isinstance(figures, list)
             else {"": dict(_figures(figures, ""))}
         )
-        values = [v for named in variants.values() for figure in named.values() for v in figure]
+        values = [v for stage in variants.values() for figure in stage.values() for v in figure]
         if not values or not all(map(math.isfinite, values)):
             raise ValueError("it has no figures, or figures that are not finite")
         return StoredResult(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from evaluation.encoder import GIBIBYTE, Encoder
+from evaluation.encoder import GIBIBYTE, Encoder, require_finite
 from evaluation.options import EvalOptions
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
@@ -72,6 +72,7 @@ class Gallery:
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
             similarities = similarity(query.feature, self.collection.image_features)[0]
+            require_finite(similarities.cpu().numpy())
             order = torch.argsort(similarities, descending=True, stable=True)
             nearest, hits = order[: max(top, rerank)].tolist(), []
             for start in range(0, len(nearest[:rerank]), _MATCH_BATCH):
@@ -95,7 +96,5 @@ class Gallery:
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
         query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
         with evaluation_autocast(self.encoder.device, self.encoder.precision):
-            log_odds: list[float] = self.loaded.model.match(
-                images, query.select(query_row)
-            ).tolist()
-        return log_odds
+            log_odds = self.loaded.model.match(images, query.select(query_row))
+        return require_finite(log_odds.float().cpu().numpy()).tolist()

@@ -37,8 +37,8 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
 def normalised_features(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return features (., d + 1) whose products are similarities minus the candidate's log-mass."""
+    """Return features (., d + 1); their products are similarities minus the log-mass."""
     # A channel more subtracts the log-mass, so that `search` needs no change.
     ones = query.new_ones(len(query), 1)
-    mass = log_mass(candidate, bank, temperature).to(candidate)
-    return torch.cat([query, ones], dim=1), torch.cat([candidate, -mass[:, None]], dim=1)
+    masses = log_mass(candidate, bank, temperature).to(candidate)
+    return torch.cat([query, ones], dim=1), torch.cat([candidate, -masses[:, None]], dim=1)

@@ -254,7 +254,7 @@ class CocoImages:
     def _by_image(
         self, annotations: Iterable[_Object], faults: dict[str, list[str]]
     ) -> dict[Any, list[tuple[_Object, Corners]]]:
-        """Return the objects whose boxes lie in their image, with the clipped box, by image id."""
+        """Return the objects with a box in their image, and the clipped box, by image id."""
         # An unknown side is that of the stored image, which only `read` knows.
         sizes = {
             image.id: (image.width or sys.maxsize, image.height or sys.maxsize)

@@ -157,7 +157,7 @@ class AssignmentDataset(PairDataset):
         return PairExample(pixels, text, self.text([text]), label)
 
     def _draw_other(self, items: list[Item], text: str, rng: np.random.Generator) -> Item:
-        """Draw a sample whose image is none of the items', and has no caption equal to `text`."""
+        """Draw a sample with another image than the items and without a caption equal to `text`."""
         images = {name for item in items for name in _image_names(item)}
         caption = normalised_caption(text)
         for _ in range(8):

@@ -144,7 +144,7 @@ def _widget(visit: _Visit, box: tuple[float, float, float, float]) -> Widget:
 
 
 def _bounds(node: Mapping[str, Any], name: str, path: str) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of a node in pixels; raise BadSample if it has none."""
+    """Return left, top, right and bottom of a node in pixels; raise BadSample without them."""
     bounds = node.get("bounds")
     match bounds:
         case [x0, y0, x1, y1] if all(
