@@ -29,8 +29,7 @@ MODULES = (
     *("vlp.data.pretrain", "vlp.tasks.pretraining", "vlp.models.folder"),
 )
 COUNT = 40
-OWN = 300
-"""Images of one's own, as the page on them promises to work with."""
+OWN = 300  # images of one's own, as the page on them promises to work with
 ASK = """
 import sys, time
 from gradio_client import Client, handle_file
@@ -55,9 +54,10 @@ TOWER = '{"name":"vit_small_patch14_dinov2","embed_dim":24,"depth":2,"num_heads"
 TINY = "training.steps=2 training.optimiser.warmup_steps=1"
 # What makes a command small: by a part of it, what is added.
 SMALLER = {
-    "from_towers.yaml": f"model.image.weights=null model.image.architecture={TOWER}"
+    "from_towers.yaml": "objectives.contrastive.token.group=8",
+    "configs/pretrain/from_towers": f"model.image.weights=null model.image.architecture={TOWER}"
     " model.image.image_size=56 model.image.width=24 data.vocabulary=words"
-    " model.image.pooled_layers=2 objectives.contrastive.token.group=8 model.text.weights=null"
+    " model.image.pooled_layers=2 model.text.weights=null"
     " model.text.vocab_size=200 model.text.layers=1 model.text.heads=2 model.text.intermediate=64"
     " model.text.width=24 model.text.trainable=all model.cross.weights=null model.cross.layers=1"
     " model.cross.heads=2 training.batch=8 data.workers=0",
@@ -182,7 +182,7 @@ def run(folder, pages):
         # New runs are the page's own.
         (place / "runs").unlink(missing_ok=True)
         (place / "runs").mkdir()
-        if (made / "runs").exists():
+        if (made / "runs").exists() and not any("scenes" in command for command in commands):
             (place / "runs" / "demo").symlink_to(made / "runs" / "demo")
         os.chdir(place)
         for command in commands:
