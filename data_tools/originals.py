@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.file_names import IMAGES, composed, ends_alike, fold_case
+from vlp.data.file_names import IMAGES, compose_accents, ends_alike, fold_case
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
@@ -214,7 +214,7 @@ class Originals:
         return None if match is None else self._location(*match)
 
     def _find_exact(self, base: str, folder: str) -> FileEntry | None:
-        """Return the file of exactly this path in the first container that has it."""
+        """Return the file of this very path in the first container that has it."""
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         if first is not None and first.folder == folder:
             return first
@@ -236,7 +236,7 @@ class Originals:
             return self._only_match([match for match in matches if not match[1].folder] or matches)
         # A list that names a/1.jpg and b/1.jpg means two files: if only one 1.jpg exists, it stands
         # for the first of these names.
-        match, folder = self._only_match(matches), composed(folder)
+        match, folder = self._only_match(matches), compose_accents(folder)
         if match is None or hash(match) in self._match_hashes:
             return None
         if not ends_alike(self._folder_of_match.setdefault(match, folder), folder):
@@ -244,7 +244,7 @@ class Originals:
         return match
 
     def _claim(self, match: _Match) -> _Match:
-        """Note that the list names a file's folder: its base name elsewhere means another file."""
+        """Return a file that the list names with its folder; no other folder then stands for it."""
         if hash(match) not in self._match_hashes:
             self._match_hashes.add(hash(match))
             if (folder := self._folder_of_match.get(match)) is not None:

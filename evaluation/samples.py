@@ -80,7 +80,7 @@ class Samples:
         except BadSample as bad:
             return SkippedSample(bad.kind, bad.where)
         image_id = raw.annotation.image_id
-        folder, shard, *_ = self._items.place(index)
+        folder, shard, *_ = self._items.locate(index)
         digest = ""
         # Images with equal bytes and no image_id are reported, but not merged.
         if image_id is None:

@@ -62,7 +62,7 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     require_frozen_tower(data.features, task.model)
     require_padding(task.model.text_encoder.tower, data.text.pad_id)
     for weights in filter(None, (config.model.text.weights, config.init_from)):
-        data.text.require_words_of(weights)
+        data.text.require_same_ids(weights)
     if distributed.rank() == 0:
         for report in task.weight_reports:
             print(report, flush=True)

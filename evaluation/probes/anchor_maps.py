@@ -146,7 +146,7 @@ def map_caption(
         text = _encode_caption(loaded, sample, device)
         # Mean over channel groups: (N, rows, columns).
         share = _anchors(model, image, text).mean(1).cpu().numpy()
-    pieces, boxes = loaded.text.words(caption), _boxes(sample)
+    pieces, boxes = loaded.text.pieces(caption), _boxes(sample)
     # A word of several pieces has the mean of their maps.
     words = [
         WordMap(word_text(pieces, tokens), share[list(tokens)].mean(axis=0), boxes.get(index, ()))
@@ -159,7 +159,7 @@ def _detail(
     loaded: Loaded, sample: CaptionedSample, layer: int, device: torch.device
 ) -> AnchorDetail:
     model, caption = loaded.model, sample.captions[0]
-    pieces = loaded.text.words(caption)
+    pieces = loaded.text.pieces(caption)
     word_pieces = [list(tokens) for tokens in token_positions(pieces)]
     with torch.no_grad():
         image = encode_image(loaded, sample.image, device)

@@ -472,7 +472,7 @@ def _score_samples(
             )
             if attention_maps:
                 maps["image attention"] = attention_maps[0][row].cpu().numpy()
-        pieces = [loaded.text.words(caption) for caption in sample.captions]
+        pieces = [loaded.text.pieces(caption) for caption in sample.captions]
         words += score_words(
             sample.sample_index, sample.annotation, sample.size, pieces, cosine, anchors, grid, maps
         )

@@ -154,7 +154,7 @@ class StoredSamples(Samples):
     def _image(self, index: int, data: bytes, where: str, min_size: int | None) -> Any:
         if self._stored is None:
             return super()._image(index, data, where, min_size)
-        folder, shard, sample, _ = self._items.place(index)
+        folder, shard, sample, _ = self._items.locate(index)
         # Raises BadSample for a sample whose image could not be encoded.
         self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)

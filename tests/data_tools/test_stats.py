@@ -68,7 +68,7 @@ def test_tokens_of_a_vocabulary(folder, tmp_path):
     options = ("--vocabulary", tmp_path / "words", "--max-tokens", 5)
     found = stats(folder, "--out", tmp_path / "stats.json", *options)
     long = TextProcessor(text.tokenizer, 200)
-    lengths = [len(long.words(each)) for captions in CAPTIONS.values() for each in captions]
+    lengths = [len(long.pieces(each)) for captions in CAPTIONS.values() for each in captions]
     histogram = found["quantities"]["tokens per caption"]["histogram"]
     assert histogram == [[length, lengths.count(length)] for length in sorted(set(lengths))]
     assert found["limit"] == "5 tokens"

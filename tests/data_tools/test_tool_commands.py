@@ -26,7 +26,7 @@ def test_vocabulary(shards, tmp_path, capsys):
     arguments = ["vocabulary", "--shards", str(shards), str(shards), "--size", "60"]
     assert main([*arguments, "--out", str(tmp_path / "words")]) == 0
     text = TextProcessor.load(tmp_path / "words", 12)
-    assert text.words("A dog runs") == ["[CLS]", "a", "dog", "runs", "[SEP]"]
+    assert text.pieces("A dog runs") == ["[CLS]", "a", "dog", "runs", "[SEP]"]
     assert text.vocab_size <= 60
     assert main([*arguments[:-1], "9", "--out", str(tmp_path / "few")]) == 2
     assert "too small" in capsys.readouterr().err
@@ -46,7 +46,7 @@ def test_vocabulary_of_everything_that_is_said(tmp_path):
     for texts, known in (("captions", 2), ("all", 11)):
         assert main([*arguments, "--texts", texts, "--out", str(tmp_path / texts)]) == 0
         text = TextProcessor.load(tmp_path / texts, 40)
-        words = set(text.words("aa bb cc dd ee ff gg hh ii jj kk"))
+        words = set(text.pieces("aa bb cc dd ee ff gg hh ii jj kk"))
         assert len([word for word in words if len(word) == 2 and word[0] == word[1]]) == known
 
 

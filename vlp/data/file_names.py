@@ -25,7 +25,7 @@ _SPLITS = {word: split for split, words in SPLIT_NAMES.items() for word in words
 
 def split_of(name: object) -> str | None:
     """Return train, val or test by the words of a name: `cc3m-train-0000.tar`, `valImages`."""
-    spaced = re.sub("(?<=[a-z])(?=[A-Z])", " ", composed(str(name))).lower()
+    spaced = re.sub("(?<=[a-z])(?=[A-Z])", " ", compose_accents(str(name))).lower()
     spaced = re.sub(r"(?<=held|hold)[\W_](?=out)", "", spaced)
     words = re.split(r"(?:set|data|images?|imgs?|split)?(?:[\W\d_]+|$)", spaced)
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
@@ -33,7 +33,7 @@ def split_of(name: object) -> str | None:
 
 def fold_case(name: str) -> str:
     """Return a name for comparison regardless of case and of the form of its accents."""
-    return composed(name).casefold()
+    return compose_accents(name).casefold()
 
 
 def ends_alike(path: str, name: str) -> bool:
@@ -41,8 +41,8 @@ def ends_alike(path: str, name: str) -> bool:
     return f"/{path}".endswith(f"/{name}") or f"/{name}".endswith(f"/{path}")
 
 
-def composed(name: str) -> str:
-    """Return a name with composed accents (NFC); file systems may decompose them."""
+def compose_accents(name: str) -> str:
+    """Return a name with compose_accents accents (NFC); file systems may decompose them."""
     return unicodedata.normalize("NFC", name)
 
 
@@ -81,7 +81,7 @@ class FileNames:
 
     def claim(self, path: str) -> None:
         """Reserve a file for names with its folder: other names no longer find it by base name."""
-        folder = composed(self._paths[path]).rpartition("/")[0]
+        folder = compose_accents(self._paths[path]).rpartition("/")[0]
         if not ends_alike(self._first_folders.setdefault(path, folder), folder):
             self.ambiguous.add(path)
 
@@ -104,11 +104,11 @@ class FileNames:
             same_base = index.get(base, [])
             is_folder = folder in self._folder_ends or not self._folders.isdisjoint(_ends(folder))
             if len(same_base) == 1 and not is_folder:
-                path, folder = same_base[0], composed(name).rpartition("/")[0]
+                path, folder = same_base[0], compose_accents(name).rpartition("/")[0]
                 first = self._first_folders.setdefault(path, folder)
                 if ends_alike(first, folder):
                     return path
-                if first != composed(self._paths[path]).rpartition("/")[0]:  # not claimed
+                if first != compose_accents(self._paths[path]).rpartition("/")[0]:  # not claimed
                     self.ambiguous.add(path)
                 return None
         return None

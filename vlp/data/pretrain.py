@@ -176,9 +176,9 @@ class CaptionedSamples(Dataset[Slot]):
         tokens = self.text([caption])
         ids, words = tokens.text_ids[0], tokens.word_mask[0]
         masked, labels = self._mask_words(ids, words, rng)
-        # Captions are equal if the model reads the same: what is cut or [UNK] makes no difference.
+        # Captions are equal if their ids are: the truncated part and [UNK] make no difference.
         is_whole = ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any()
-        text_read = caption if is_whole else self.text.as_read(caption)
+        visible_caption = caption if is_whole else self.text.visible_text(caption)
         if self.features is None:
             load_pixels = self.transform.prepare(image, rng("augment"), caption)
         else:
@@ -200,12 +200,12 @@ class CaptionedSamples(Dataset[Slot]):
             valid=True,
             sample_id=stable_hash("sample", source, shard, sample, pair_index or 0),
             word_patches=self._word_patches(raw, caption_index, caption, image.size),
-            caption_id=stable_hash("caption", normalised_caption(text_read)),
+            caption_id=stable_hash("caption", normalised_caption(visible_caption)),
         )
         return slot, load_pixels
 
     def _sample_and_pair(self, index: SampleIndex) -> tuple[int, int | None]:
-        """Return the sample's number in its shard, and the pair's in the sample or None."""
+        """Return a sample's number in its shard; with `captions: all` also its caption's index."""
         # Positions count (image, caption) pairs with `captions: all`, else samples.
         if not self.every_caption:
             return index.position, None
@@ -246,7 +246,7 @@ class CaptionedSamples(Dataset[Slot]):
             return None
         if self.texts != "captions":
             return self._blank_word_patches()  # annotations have boxes for words of captions only
-        pieces, length = self.text.words(caption), self.text.max_tokens
+        pieces, length = self.text.pieces(caption), self.text.max_tokens
         patches = word_patches(raw.annotation, caption_index, pieces, length, self.grid, size)
         return torch.from_numpy(patches)
 

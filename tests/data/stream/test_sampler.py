@@ -259,7 +259,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
         at_once = concurrent_shards(sampler, batch, consumed, rank, streams)
         stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
         for number, found in enumerate(stream):
-            asked.update(found.ahead)
+            asked.update(found.prefetch)
             samples = [request.sample_index for request in found.slots if request.sample_index]
             assert {(sample.source, sample.shard) for sample in samples} <= asked
             if number == 0:
@@ -274,15 +274,15 @@ def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
     shared = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=workers))
     assert [found.slots for found in shared] == [found.slots for found in alone]
     for number in range(40 - workers):
-        asked = [one for found in alone[: number + 1] for one in found.ahead]
-        dealt = [one for found in shared[: number + workers] for one in found.ahead]
+        asked = [one for found in alone[: number + 1] for one in found.prefetch]
+        dealt = [one for found in shared[: number + workers] for one in found.prefetch]
         assert dealt[: len(asked)] == asked
-    assert len(shared[0].ahead) == -(-len(alone[0].ahead) // workers)
+    assert len(shared[0].prefetch) == -(-len(alone[0].prefetch) // workers)
     fetched = []
     BatchDataset(defaultdict(int), lambda *shard: fetched.append(shard)).__getitems__(alone[0])
-    assert fetched == alone[0].ahead
+    assert fetched == alone[0].prefetch
     without = ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 9, fetchers=0)
-    assert not any(found.ahead for found in without)
+    assert not any(found.prefetch for found in without)
 
 
 def test_a_rank_asks_for_what_it_reads_alone():

@@ -26,7 +26,7 @@ def test_ids_and_masks(text):
     assert [tuple(part.shape) for part in tokens] == [(3, 10)] * 3
     assert [part.dtype for part in tokens] == [torch.int64, torch.bool, torch.bool]
     for row, caption in enumerate(["dog", CAPTIONS[0], ""]):
-        words = text.words(caption)
+        words = text.pieces(caption)
         count = len(words)
         assert words[0] == "[CLS]"
         assert words[-1] == "[SEP]"
@@ -34,8 +34,8 @@ def test_ids_and_masks(text):
         assert tokens.attention_mask[row].tolist() == [True] * count + [False] * (10 - count)
         real = [False, *[True] * (count - 2), False, *[False] * (10 - count)]
         assert tokens.word_mask[row].tolist() == real
-    assert len(text.words(CAPTIONS[0])) == 10  # cut, and [SEP] is still there
-    assert text.words("") == ["[CLS]", "[SEP]"]
+    assert len(text.pieces(CAPTIONS[0])) == 10  # cut, and [SEP] is still there
+    assert text.pieces("") == ["[CLS]", "[SEP]"]
 
 
 def test_special_tokens_in_captions_are_not_words(text):
@@ -52,7 +52,7 @@ def test_trained_vocabulary(text):
     assert len(vocabulary) <= 90
     assert text.vocab_size == len(vocabulary)
     for caption in CAPTIONS:
-        assert "[UNK]" not in TextProcessor(train_wordpiece(CAPTIONS, 90), 64).words(caption)
+        assert "[UNK]" not in TextProcessor(train_wordpiece(CAPTIONS, 90), 64).pieces(caption)
 
 
 def test_training_is_the_same_in_every_process():
@@ -146,23 +146,23 @@ def test_robertas_special_tokens_are_read_and_saved(tmp_path):
 
 
 def test_require_words_of_compares_vocabularies(text, tmp_path):
-    text.require_words_of(str(tmp_path))  # it has no tokenizer
-    text.require_words_of("bert-base-uncased")  # a name of the hub
+    text.require_same_ids(str(tmp_path))  # it has no tokenizer
+    text.require_same_ids("bert-base-uncased")  # a name of the hub
     text.save(tmp_path)
-    text.require_words_of(str(tmp_path))
+    text.require_same_ids(str(tmp_path))
     other = TextProcessor(train_wordpiece(["quite other words"] * 9, 40), 8)
     with pytest.raises(ConfigError, match=f"set data.vocabulary={tmp_path}"):
-        other.require_words_of(str(tmp_path))
+        other.require_same_ids(str(tmp_path))
 
 
 def test_words_of_a_cased_vocabulary_keep_their_case(tmp_path):
     words = [*SPECIALS, "Dog", "dog"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     text = TextProcessor.load(tmp_path, 8)
-    assert text.words("Dog dog") == ["[CLS]", "Dog", "dog", "[SEP]"]
+    assert text.pieces("Dog dog") == ["[CLS]", "Dog", "dog", "[SEP]"]
     lower_cased = bert_tokenizer({word: number for number, word in enumerate(words)})
     with pytest.raises(ConfigError, match="treats case or accents"):
-        TextProcessor(lower_cased, 8).require_words_of(str(tmp_path))
+        TextProcessor(lower_cased, 8).require_same_ids(str(tmp_path))
 
 
 def test_a_vocabulary_without_the_special_tokens(tmp_path):

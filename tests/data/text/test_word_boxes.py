@@ -23,7 +23,7 @@ def test_pieces_of_a_word_stand_together():
     text = TextProcessor(
         bert_tokenizer({piece: place for place, piece in enumerate([*SPECIALS, *words])}), 12
     )
-    pieces = text.words("a red circle, a Square unheard")
+    pieces = text.pieces("a red circle, a Square unheard")
     positions = token_positions(pieces)
     texts = [word_text(pieces, places) for places in positions]
     assert texts == ["a", "red", "circle", ",", "a", "square", "[UNK]"]

@@ -53,7 +53,7 @@ def test_details_equal_what_the_model_computes(model_folder, photo, tmp_path):
     model.anchor_threshold.fill_(0.1)
     (detail,) = anchor_details(loaded, [read_pair(photo, TEXT)])
     assert detail.words == ["a", "bluered", "circle"]
-    pieces = loaded.text.words(TEXT)
+    pieces = loaded.text.pieces(TEXT)
     tokens = [[1], list(range(2, len(pieces) - 2)), [len(pieces) - 2]]
     assert len(tokens[1]) > 1
 

@@ -173,7 +173,7 @@ def test_words_are_scored_by_their_likelihood_when_masked(loaded, swap_shards):
     captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
     scores = np.zeros((2, 2))
     for column, caption in enumerate(captions):
-        own, other = (loaded.text.words(text)[1:-1] for text in (caption, captions[1 - column]))
+        own, other = (loaded.text.pieces(text)[1:-1] for text in (caption, captions[1 - column]))
         same_start = next(n for n, (a, b) in enumerate(zip(own, other)) if a != b)
         same_end = next(n for n, (a, b) in enumerate(zip(own[::-1], other[::-1])) if a != b)
         asked = range(1 + same_start, 1 + len(own) - same_end)

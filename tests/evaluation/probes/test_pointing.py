@@ -102,7 +102,7 @@ def slow_shares(loaded, shards, threshold=0.3):
             with torch.no_grad():
                 image = loaded.model.encode_image(loaded.preprocess(sample.image)[None])
                 text = loaded.model.encode_text(*loaded.text([caption]))
-            places = list(token_positions(loaded.text.words(caption))[word.word_index])
+            places = list(token_positions(loaded.text.pieces(caption))[word.word_index])
             anchors = group_similarity(image.tokens, text.tokens, 2)[0] >= threshold
             scores = {"cosine": image.tokens[0] @ text.tokens[0, places].mean(0)}
             scores["anchors"] = anchors.sum(-1)[:, places].double().mean(1)

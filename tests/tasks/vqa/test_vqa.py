@@ -108,7 +108,7 @@ def test_images_are_not_mirrored_where_an_answer_names_a_side(tmp_path):
         questions=[question(0, "is it red?", {"left": 1}), question(1, "is it red?", {"no": 1})]
     )
     own = questions(write_shards(tmp_path, [(data.getvalue(), annotation)]), hflip=True)
-    samples = IndexedSamples(own.train, 0)
+    samples = IndexedSamples(own.training_example, 0)
 
     def seen(number):
         asked = [samples[Request(epoch, SampleIndex(0, 0, number, 0))] for epoch in range(12)]

@@ -115,8 +115,8 @@ class DownstreamDataset(Generic[Example, TaskBatch]):
     def require_truth(self, example: Example, item: Item) -> None:
         """Raise BadSample for an example without label or answer, if the task needs one."""
 
-    def train(self, number: int, rng_for: RngFactory) -> Example:
-        """Return an augmented example with its label or answer; raises BadSample."""
+    def training_example(self, number: int, rng_for: RngFactory) -> Example:
+        """Return the augmented example of item `number`; BadSample if it lacks label or answer."""
         item = self.items.read(number)
         example = self.make(item, number, rng_for)
         self.require_truth(example, item)
@@ -133,7 +133,9 @@ class DownstreamDataset(Generic[Example, TaskBatch]):
 
     def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
         """Return training batches of `batch` slots over all ranks."""
-        data = indexed_data(len(self.items), self.train, self.collate, config, batch, seed)
+        data = indexed_data(
+            len(self.items), self.training_example, self.collate, config, batch, seed
+        )
         for number, index in enumerate(self.items.indices):
             data.fingerprint[f"source {number}"] = shards_sha256(index.shards)
         data.fingerprint["vocabulary"] = self.text.sha256()

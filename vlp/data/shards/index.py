@@ -124,7 +124,7 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
     """Read `index.npz`; `where` and `remedy` are for messages."""
     try:
         with ZipFile(file) as archive:
-            version = int(_member(archive, "version", "i", ()))
+            version = int(_read_array(archive, "version", "i", ()))
             if version == INDEX_VERSION:
                 return _table(archive)
     except Exception as error:  # archives and numpy's headers fail in many ways
@@ -137,13 +137,13 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
 
 
 def _table(archive: ZipFile) -> ShardTable:
-    file = bytes(_member(archive, "table", "S", ()))
+    file = bytes(_read_array(archive, "table", "S", ()))
     if not _TABLE_NAME.fullmatch(file):
         raise ValueError(f"table: {file!r}")
-    names = _member(archive, "name", "S")
+    names = _read_array(archive, "name", "S")
     columns = {"name": names}
     for field in ShardEntry._fields[1:]:
-        numbers = columns[field] = _member(archive, field, "i", names.shape)
+        numbers = columns[field] = _read_array(archive, field, "i", names.shape)
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < _MAX_NUMBER:
             raise ValueError(f"{field}: numbers from {numbers.min()} to {numbers.max()}")
     for start in range(0, len(names), _ROWS_AT_ONCE):
@@ -155,7 +155,7 @@ def _table(archive: ZipFile) -> ShardTable:
     return ShardTable(columns, file.decode())
 
 
-def _member(
+def _read_array(
     archive: ZipFile, name: str, kind: str, shape: tuple[int, ...] | None = None
 ) -> np.ndarray:
     """Return an array of the archive; without a `shape` it is a column of any length."""

@@ -313,7 +313,7 @@ class _Failure(NamedTuple):
 
 
 class _CacheFull(Exception):
-    """A full cache in which every file is being read or downloaded."""
+    """Refusal of a full cache, in which every file is being read or downloaded."""
 
 
 class ShardCache:
@@ -343,7 +343,7 @@ class ShardCache:
 
     def open(self, file: CachedFile) -> int:
         """Open a file, downloaded first if missing; raises BadSample or DataError."""
-        self._check(file)
+        self._require_available(file)
         path = self.folder / file.path
         deadline = time.monotonic() + _FULL_SECONDS
         while True:
@@ -388,13 +388,14 @@ class ShardCache:
             file = queue.get()
             path = self.folder / file.path
             with suppress(BadSample, DataError, _CacheFull, OSError):
-                self._check(file)
+                self._require_available(file)
                 if path.exists():
                     os.utime(path)  # read soon: other files are evicted before it
                 else:
                     self._fill(file, path, wait=False)
 
-    def _check(self, file: CachedFile) -> None:
+    def _require_available(self, file: CachedFile) -> None:
+        """Refuse a file that is larger than the cache, or that failed a short time ago."""
         if file.bytes > self.limit:
             raise DataError(
                 f"data.cache.limit {self.limit:,} bytes cannot hold {file.folder / file.name} of "
@@ -411,7 +412,7 @@ class ShardCache:
         with _fetch_lock(part, path, wait) as is_missing:
             if not is_missing:
                 return
-            self._check(file)  # another thread may have failed meanwhile
+            self._require_available(file)  # another thread may have failed meanwhile
             self._make_room(file)
             self._fetch(file, part)
             part.rename(path)

@@ -160,8 +160,8 @@ class ShardFile:
         return parse_annotation(sample, self.content, self.where(sample))
 
 
-def contents(path: Path) -> Contents:
-    """List a shard's samples; a shard that cannot be opened is `missing` and raises nothing."""
+def read_contents(path: Path) -> Contents:
+    """Return a shard's samples and damage; a shard that cannot be opened is `missing`."""
     try:
         with ShardFile(open_tar(path), path) as shard:
             return shard.list_samples()

@@ -410,10 +410,10 @@ class Items:
 
     def read(self, number: int) -> Item:
         """Read one item; raises BadSample for an unreadable sample."""
-        folder, shard, sample, part = self.place(number)
+        folder, shard, sample, part = self.locate(number)
         return Item(self.indices[folder].read(shard, sample), part)
 
-    def place(self, number: int) -> tuple[int, int, int, int]:
+    def locate(self, number: int) -> tuple[int, int, int, int]:
         """Return (folder, shard, sample, part) of an item."""
         if not 0 <= number < self._length:
             raise IndexError(f"there are {self._length} items, none at {number}")

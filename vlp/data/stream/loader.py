@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,10 +91,10 @@ Prefetch = Callable[[int, int], object]  # (source, shard), called in a worker
 
 
 class BatchRequest(NamedTuple):
-    """A rank's slots of a batch, and the (source, shard) pairs to prefetch."""
+    """A rank's slots of a batch, and the (source, shard) pairs to prefetch meanwhile."""
 
     slots: list[Request]
-    ahead: list[tuple[int, int]]
+    prefetch: list[tuple[int, int]]
 
 
 class ShardAwareBatchSampler:
@@ -115,14 +115,13 @@ class ShardAwareBatchSampler:
         self._stop_after, self._fetchers = stop_after, fetchers
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        ahead = self._ahead() if self._fetchers else None
         batches = self._sampler.global_batches(self._consumed, self._batch)
-        for batch in islice(batches, self._stop_after):
+        prefetch_lists = self.prefetch_lists() if self._fetchers else repeat(list[Any]())
+        for batch, prefetch in zip(islice(batches, self._stop_after), prefetch_lists):
             slots = self._sampler.slots(batch.epoch, batch.start, self._batch, *self._share)
-            requests = [Request(batch.epoch, index) for index in slots]
-            yield BatchRequest(requests, [] if ahead is None else next(ahead))
+            yield BatchRequest([Request(batch.epoch, index) for index in slots], prefetch)
 
-    def _ahead(self) -> Iterator[list[tuple[int, int]]]:
+    def prefetch_lists(self) -> Iterator[list[tuple[int, int]]]:
         """Yield each batch's shards to prefetch; a unit's shards are spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
         last, per_batch = (-1, 0), 0
@@ -156,9 +155,8 @@ def concurrent_shards(
     sampler: TrainingSampler, batch: int, consumed: int, rank: int, world_size: int
 ) -> set[tuple[int, int]]:
     """Return the (source, shard) pairs of a rank's current and next prefetch units."""
-    return set(
-        next(ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, 1)._ahead())
-    )
+    requests = ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, fetchers=1)
+    return set(next(requests.prefetch_lists()))
 
 
 class BatchDataset(Dataset[Any]):
@@ -170,7 +168,7 @@ class BatchDataset(Dataset[Any]):
     def __getitems__(self, request: BatchRequest) -> list[Any]:
         """Return all slots of a batch; called by `DataLoader` with its batch sampler's request."""
         if self.prefetch is not None:
-            for source, shard in request.ahead:
+            for source, shard in request.prefetch:
                 self.prefetch(source, shard)
         get_items = getattr(self.samples, "__getitems__", None)
         if get_items is not None:

@@ -98,13 +98,13 @@ class TextProcessor:
         encodings = self._plain.encode_batch(list(texts))
         return sum(len(encoding.ids) > self.max_tokens for encoding in encodings)
 
-    def words(self, text: str) -> list[str]:
+    def pieces(self, text: str) -> list[str]:
         """Return the word pieces of a caption's ids: cut, with [CLS] and [SEP], without padding."""
         encoding = self._tokenizer.encode(text)
         return encoding.tokens[: sum(encoding.attention_mask)]
 
-    def as_read(self, text: str) -> str:
-        """Return a text as far as `max_tokens` reaches, with [UNK] for unknown words."""
+    def visible_text(self, text: str) -> str:
+        """Return the part of a text that `max_tokens` covers, with [UNK] for unknown words."""
         encoding, parts, last = self._tokenizer.encode(text), [], 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets):
             # Special tokens are empty, and several pieces of one character have the same offsets.
@@ -140,7 +140,7 @@ class TextProcessor:
         }
         write_json(folder / "tokenizer_config.json", settings)
 
-    def require_words_of(self, folder: str) -> None:
+    def require_same_ids(self, folder: str) -> None:
         """Require the same ids as the tokenizer in a folder of weights, if there is one."""
         if not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             return

@@ -166,7 +166,7 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
     def _weight(self, number: int) -> float:
         if not self.folder_weights:
             return 1.0
-        return self.folder_weights.get(self.items.folders[self.items.place(number)[0]], 1.0)
+        return self.folder_weights.get(self.items.folders[self.items.locate(number)[0]], 1.0)
 
     def require_truth(self, example: VqaExample, item: Item) -> None:
         """Require an answer."""
