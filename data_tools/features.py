@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Option
 
-from data_tools.options import File, N, Out, at_least_1
+from data_tools.options import File, N, Out, require_positive
 from vlp.command_line import ImageTower, Overrides, TextTower, tower_overrides
 from vlp.config import ConfigError, load_config
 from vlp.data.limits import set_limits
@@ -41,7 +41,7 @@ def features(
     from vlp.training.config import PretrainConfig
     from vlp.training.engines.environment import advise
 
-    at_least_1(views=views, batch=batch)
+    require_positive(views=views, batch=batch)
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
     settings = load_config(config, PretrainConfig, changes)
     set_limits(settings.limits)

@@ -79,15 +79,15 @@ class BuildOptions(WorkerOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        at_least_1(
+        require_positive(
             samples_per_shard=self.samples_per_shard, quality=self.quality, max_side=self.max_side
         )
         if self.quality > 100:
             raise ConfigError(f"--quality is {self.quality}, at most 100")
 
 
-def at_least_1(**numbers: int | None) -> None:
-    """Refuse numbers below 1; the message has the option of the keyword."""
+def require_positive(**numbers: int | None) -> None:
+    """Refuse numbers below 1, given by the name of their option."""
     for name, number in numbers.items():
         if number is not None and number < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {number}, at least 1")

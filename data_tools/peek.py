@@ -15,7 +15,7 @@ from PIL import Image
 from tqdm import tqdm
 from typer import Argument, Option
 
-from data_tools.options import N, at_least_1
+from data_tools.options import N, require_positive
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image
 from vlp.data.schema import Annotation, captions_of
@@ -41,7 +41,7 @@ def peek(
 
     A damaged sample is a grey card that names the damage. The folder needs its index.npz.
     """
-    at_least_1(count=count)
+    require_positive(count=count)
     index = ShardIndex.open(folder, outages=OutageConfig(policy="skip"))
     if not len(index):
         raise ConfigError(f"{folder}: its shards are empty")

@@ -15,7 +15,7 @@ from typer import Option
 
 from data_tools.builder.write_shard import require_same_settings, shard_name
 from data_tools.executor import Executor, raise_if_stopped
-from data_tools.options import Folders, N, Out, WorkerOptions, at_least_1
+from data_tools.options import Folders, N, Out, WorkerOptions, require_positive
 from data_tools.shards import (
     NameHashes,
     Shard,
@@ -72,7 +72,7 @@ def reshard(
     same. Of a damaged shard the samples before the damage are copied; the exit code is then 1. A
     sample needs 10 bytes of disk during the command, and 8 bytes of memory, 16 with --shuffle.
     """
-    at_least_1(samples_per_shard=samples_per_shard)
+    require_positive(samples_per_shard=samples_per_shard)
     shards, executor = shards_of(folders), workers.workers()
     for folder in folders:
         require_single_split(folder, [shard.name for shard in shards if shard.folder == folder])

@@ -24,7 +24,7 @@ from data_tools.options import BuildOptions
 from data_tools.originals import ImageLocation, Originals
 from data_tools.shards import ShardReader
 from vlp.config import ConfigError
-from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clip_box, shares, turn_of
+from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clip_box, relative_corners, turn_of
 from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_image, orientation
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, captions_of
@@ -98,7 +98,7 @@ def fit_boxes(
         # Neither scaled nor rounded: the box keeps all its digits.
         if is_unchanged and corners == (x, y, x + width, y + height):
             return None, list(box)
-        left, top, right, bottom = shares(corners, annotated_size, turn)
+        left, top, right, bottom = relative_corners(corners, annotated_size, turn)
         columns, rows = image.size
         scaled = (left * columns, top * rows, (right - left) * columns, (bottom - top) * rows)
         rounded = [round(value, 2) for value in scaled]

@@ -162,7 +162,7 @@ def read_tsv(path: Path, caption_first: bool) -> Iterator[WebRow | Fault]:
             continue
         if not caption_first:
             parts.reverse()
-        if len(parts) == 2 and _split(parts[1].strip()).scheme in ("http", "https"):
+        if len(parts) == 2 and _split_url(parts[1].strip()).scheme in ("http", "https"):
             check.has_good_row = True
             yield WebRow(number - header_lines, parts[0], parts[1].strip())
         else:
@@ -194,7 +194,7 @@ def read_sbu(path: Path) -> Iterator[WebRow | Fault]:
         except ValidationError as error:
             yield Fault("row of another layout", f"{where}: {first_problem(error)}")
             continue
-        if _split(row.url).scheme not in ("http", "https"):
+        if _split_url(row.url).scheme not in ("http", "https"):
             yield Fault("row of another layout", f"{where}: no URL")
         else:
             extra = {} if row.user_id is None else {"user_id": row.user_id}
@@ -335,7 +335,7 @@ def _sample(
     return SampleSpec(key, (name,), annotation)
 
 
-def _split(url: str) -> SplitResult:
+def _split_url(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError:  # of an invalid host
@@ -350,7 +350,7 @@ def _file_name(rule: str, item: WebRow) -> str:
         "md5": hashlib.md5(url, usedforsecurity=False).hexdigest(),
         "sha256": hashlib.sha256(url).hexdigest(),
         "crc32": zlib.crc32(url),
-        "file": unquote(_split(item.url).path.rpartition("/")[2]),
+        "file": unquote(_split_url(item.url).path.rpartition("/")[2]),
     }
     try:
         return string.Formatter().vformat(rule, (), fields)

@@ -216,7 +216,7 @@ class UserTable(NamedTuple):
     """An opened table."""
 
     columns: list[str]
-    rows: Callable[[Sequence[str]], Iterator[LocatedRow]]  # yields the given columns
+    rows: Callable[[Sequence[str]], Iterator[LocatedRow]]  # with at least the columns to read
     bytes_columns: tuple[str, ...] = ()
 
 

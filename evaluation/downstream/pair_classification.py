@@ -19,7 +19,7 @@ from evaluation.downstream.task_evaluation import (
     sentence_of,
 )
 from evaluation.work_sharding import clustered_figures, set_scores
-from vlp.data.downstream.dataset import panels
+from vlp.data.downstream.dataset import cut_panels
 from vlp.data.shards.shard_reader import Item
 from vlp.precision import require_finite
 from vlp.tasks.pair_classification.data import PairBatch, PairExample
@@ -98,7 +98,7 @@ class PairEvaluation(TaskEvaluation):
     ) -> list[tuple[str, float]]:
         """Return all classes with probabilities; images are cut into panels here."""
         _, panel_count = self.image_count(task)
-        panel_images = [panel for image in images for panel in panels(image, panel_count)]
+        panel_images = [panel for image in images for panel in cut_panels(image, panel_count)]
         pixels = task.prepare(panel_images, text, 0, None)[None]
         valid = torch.ones(1, dtype=torch.bool)
         # `logits` does not read the label.

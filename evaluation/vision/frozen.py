@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from evaluation.samples import evenly_spaced
 from vlp.config import Config, ConfigError
 from vlp.data.image.transforms import Preprocessing
-from vlp.data.labelled_images import LabelledImages, open_labelled, subset
+from vlp.data.labelled_images import LabelledImages, draw_subset, open_labelled
 from vlp.data.stream.rng import make_rng
 from vlp.io import atomic_write
 from vlp.models.vision.backbone import BackboneConfig, create_backbone, create_encoding, on_tokens
@@ -139,7 +139,7 @@ def load_tokens(
     key = json.dumps({**settings, "blocks": frozen.blocks, "sizes": frozen.sizes}, sort_keys=True)
     if not file.is_file() or _settings_key(file) != key:
         images = open_labelled(task.data.train, task.data.classes)
-        train = subset(images, task.data.limit, task.data.train)
+        train = draw_subset(images, task.data.limit, task.data.train)
         test = open_labelled(task.data.test, images.classes)
         indices = evenly_spaced(len(test), limit)
         train_size = task.data.image_size

@@ -43,7 +43,7 @@ def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | No
     x, y, width, height = box
     left, top = max(x, 0.0), max(y, 0.0)
     right, bottom = min(x + width, size[0]), min(y + height, size[1])
-    # A corner or centre in shares lies inside of the image: x and y below 1.
+    # A corner or centre in shares of the sides lies inside of the image: x and y below 1.
     if max(map(abs, box)) <= 1 and max(x, y) < 1 and min(size) >= _MIN_SIDE:
         return SHARES, None
     overhang = max(left - x, top - y, x + width - right, y + height - bottom)
@@ -61,7 +61,7 @@ def turn_of(annotated_size: Size, upright_size: Size, orientation: int) -> int |
     return orientation if is_sideways else None
 
 
-def shares(corners: Corners, annotated_size: Size, orientation: int) -> Corners:
+def relative_corners(corners: Corners, annotated_size: Size, orientation: int) -> Corners:
     """Return the corners in the upright image, relative to its sides; `orientation`: `turn_of`."""
     turn = _UPRIGHT.get(orientation, lambda x, y: (x, y))
     width, height = annotated_size

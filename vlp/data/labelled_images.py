@@ -80,7 +80,7 @@ def require_images(path: str, classes: Sequence[str]) -> None:
         )
 
 
-def subset(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
+def draw_subset(images: LabelledImages, limit: int | None, path: str) -> LabelledImages:
     """Draw `limit` images, the same for every seed; `path` is for messages."""
     if limit is None:
         return images

@@ -81,7 +81,7 @@ def decode_images(raw: RawSample, count: int) -> list[Image.Image]:
     return [decode_image(image, raw.where) for image in images]
 
 
-def panels(image: Image.Image, count: int) -> list[Image.Image]:
+def cut_panels(image: Image.Image, count: int) -> list[Image.Image]:
     """Cut an image into `count` parts of equal width (to a pixel), from left to right."""
     edges = [image.width * number // count for number in range(count + 1)]
     parts = itertools.pairwise(edges)

@@ -213,7 +213,7 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
     return RawSample(sample.key, image, image_extension, annotation, second_image, where)
 
 
-# Items of tasks: without them an evaluation would not count the sample as skipped.
+# Fields of tasks' items: an evaluation would not count a sample as skipped that has lost them.
 _ITEM_FIELDS = {"questions", "expressions", "label"}
 
 
@@ -237,8 +237,8 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
                 locations = [problem["loc"] for problem in error.errors()]
                 invalid = {loc[0] for loc in locations if loc}
                 annotation = _without_fields(content, invalid)
-                is_whole = not all(locations)  # the location () is the whole JSON
-                is_captioned = not is_whole and len(captions_of(annotation)) > 0
+                is_no_object = not all(locations)  # the location () is the whole JSON
+                is_captioned = not is_no_object and len(captions_of(annotation)) > 0
                 if not (is_captioned and invalid.isdisjoint(_ITEM_FIELDS)) and (
                     text is None or not read(text).strip()
                 ):

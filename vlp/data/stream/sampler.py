@@ -91,7 +91,7 @@ class TrainingSampler:
         self._weights = [Fraction(source.weight).limit_denominator(10**6) for source in sources]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
-        self._epochs: LRUCache[EpochLayout] = LRUCache(2)
+        self._layouts: LRUCache[EpochLayout] = LRUCache(2)
         # The order of each stream's current window with its (epoch, number), as streams only move
         # forward.
         self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
@@ -166,9 +166,9 @@ class TrainingSampler:
         positions = np.full((len(streams), per_stream), -1)
         for out, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
             stop = min(start + per_stream, length)
-            out[: max(0, stop - start)] = first + self._shuffled(epoch, stream, start, stop, length)
+            out[: max(0, stop - start)] = first + self._order(epoch, stream, start, stop, length)
         filled = positions >= 0
-        samples = iter(self._epoch(epoch).samples(positions[filled]))
+        samples = iter(self._layout(epoch).samples(positions[filled]))
         return [next(samples) if full else None for full in filled.ravel()]
 
     def shards_of_unit(
@@ -178,7 +178,7 @@ class TrainingSampler:
         bounds = self._bounds(epoch, streams_of_rank(self.streams, rank, world_size))
         starts = bounds[:-1] + unit * self.window
         stops = np.minimum(starts + self.window, bounds[1:])
-        layout = self._epoch(epoch)
+        layout = self._layout(epoch)
         shards: dict[tuple[int, int], None] = {}
         for start, stop in zip(starts.tolist(), stops.tolist()):
             shards.update(dict.fromkeys(layout.shards(start, stop)))
@@ -202,7 +202,7 @@ class TrainingSampler:
         indices = np.arange(streams.start, streams.stop + 1)
         return indices * self.samples_in_epoch(epoch) // self.streams
 
-    def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
+    def _order(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
         """Return entries [start, stop) of the shuffled order, as positions in the stream."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
@@ -223,8 +223,8 @@ class TrainingSampler:
             self._orders[stream] = (epoch, window_index), permutation
         return permutation
 
-    def _epoch(self, epoch: int) -> EpochLayout:
-        return self._epochs.get(epoch, lambda: self._new_layout(epoch))
+    def _layout(self, epoch: int) -> EpochLayout:
+        return self._layouts.get(epoch, lambda: self._new_layout(epoch))
 
     def _new_layout(self, epoch: int) -> EpochLayout:
         chunks = self._chunks(epoch)
@@ -355,7 +355,7 @@ class SlidingSampler(TrainingSampler):
             for block in _blocks(timeline, start, stop):
                 for chunk in _open_chunks(timeline, block):
                     position = first + int(timeline.starts[chunk])
-                    shards.update(dict.fromkeys(self._epoch(epoch).shards(position, position + 1)))
+                    shards.update(dict.fromkeys(self._layout(epoch).shards(position, position + 1)))
         return list(shards)
 
     def _new_layout(self, epoch: int) -> EpochLayout:
@@ -377,7 +377,7 @@ class SlidingSampler(TrainingSampler):
         shuffle_keys = make_rng(self.seed, epoch, "epoch", "chunks").random(len(stops))
         return EpochLayout(parts[:, np.lexsort((shuffle_keys, np.searchsorted(bounds, stops)))])
 
-    def _shuffled(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
+    def _order(self, epoch: int, stream: int, start: int, stop: int, length: int) -> np.ndarray:
         """Return entries [start, stop) of the shuffled order, as positions in the stream."""
         timeline = self._timeline(epoch, stream)
         parts = [np.empty(0, dtype=np.int64)]
@@ -392,7 +392,7 @@ class SlidingSampler(TrainingSampler):
 
     def _new_timeline(self, epoch: int, stream: int) -> _Timeline:
         first, stop = self._bounds(epoch, range(stream, stream + 1)).tolist()
-        starts = np.append(self._epoch(epoch).starts(first, stop), stop) - first
+        starts = np.append(self._layout(epoch).starts(first, stop), stop) - first
         sizes, length, block = np.diff(starts), stop - first, self.prefetch_unit
         begins = np.maximum(starts[:-1] + (sizes - self.window) / 2, 0)
         ends = np.minimum(starts[:-1] + (sizes + self.window) / 2, length)

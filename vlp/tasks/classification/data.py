@@ -17,7 +17,7 @@ from torch import Tensor
 from vlp.config import Config, ConfigError
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.image.transforms import Preprocessing, random_crop
-from vlp.data.labelled_images import LabelledImages, subset
+from vlp.data.labelled_images import LabelledImages, draw_subset
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import LabelledImagesConfig, OrderedData, RngFactory, indexed_data
@@ -124,7 +124,7 @@ def labelled_data(
     images: LabelledImages, config: LabelledDataConfig, batch: int, seed: int
 ) -> OrderedData:
     """Return the training batches of `images`, which were opened from `config.train`."""
-    images = subset(images, config.limit, config.train)
+    images = draw_subset(images, config.limit, config.train)
     samples = LabelledSamples(images, config)
     collate = partial(_collate, size=config.image_size)
     return indexed_data(len(images), samples, collate, config, batch, seed)

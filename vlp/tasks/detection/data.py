@@ -28,7 +28,7 @@ from pydantic import (
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.boxes import Corners, clip_box, shares, turn_of
+from vlp.data.boxes import Corners, clip_box, relative_corners, turn_of
 from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
 from vlp.data.file_names import FileNames
 from vlp.data.image.decode import decode_image, decoder_errors, open_image, orientation
@@ -238,7 +238,7 @@ class CocoImages:
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
             upright = size[1], size[0]
-            upright_boxes = [shares(corners, size, turn) for _, corners in objects]
+            upright_boxes = [relative_corners(corners, size, turn) for _, corners in objects]
             size, boxes = upright, np.array(upright_boxes).reshape(-1, 4) * (upright * 2)
         return ObjectImage(
             image,

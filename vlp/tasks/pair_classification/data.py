@@ -9,7 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlp.data.downstream.dataset import DownstreamDataset, ImagePreparation, decode_images, panels
+from vlp.data.downstream.dataset import (
+    DownstreamDataset,
+    ImagePreparation,
+    cut_panels,
+    decode_images,
+)
 from vlp.data.schema import Annotation, captions_of, normalised_caption
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
@@ -103,7 +108,7 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
         """Make the example of item `number`; `rng_for` draws the augmentation of training."""
         text, label = self.labels.read(item.raw.annotation, item.where)
         images = decode_images(item.raw, self.images)
-        parts = [panel for image in images for panel in panels(image, self.panel_count)]
+        parts = [panel for image in images for panel in cut_panels(image, self.panel_count)]
         pixels = self.prepare(parts, text, number, rng_for)
         return PairExample(pixels, text, self.text([text]), label)
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.labelled_images import LabelledImages, subset
+from vlp.data.labelled_images import LabelledImages, draw_subset
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import LabelledImagesConfig, OrderedData, RngFactory, indexed_data
@@ -75,7 +75,7 @@ def pixel_data(
     images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
 ) -> OrderedData:
     """Return the training batches of `images`, which were opened from `config.train`."""
-    images = subset(images, config.limit, config.train)
+    images = draw_subset(images, config.limit, config.train)
     samples = PixelSamples(images, config)
     collate = partial(_collate, config.image_size)
     return indexed_data(len(images), samples, collate, config, batch, seed)
