@@ -152,8 +152,8 @@ def new_shards(
         end = min(start + per_shard, total)
         samples = np.arange(start, end) if order is None else order[start:end]
         shard_numbers = np.searchsorted(ends, samples, side="right")
-        used, shard_of_sample = np.unique(shard_numbers, return_inverse=True)
-        yield NewShard(number, samples, [shards[index] for index in used], shard_of_sample)
+        old_numbers, shard_of_sample = np.unique(shard_numbers, return_inverse=True)
+        yield NewShard(number, samples, [shards[old] for old in old_numbers], shard_of_sample)
 
 
 def write_shard(shard: NewShard, out: Path, rows_path: Path) -> None:

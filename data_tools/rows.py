@@ -69,6 +69,10 @@ _SURROGATE = re.compile(r"\\u[dD]")
 LONE_SURROGATE = "half a character, replaced (kept)"
 
 
+class JsonLinesError(ConfigError):
+    """Error for a file that holds JSON Lines in place of JSON."""
+
+
 def read_json(path: Path, faults: Faults) -> Any:
     """Return the content of a JSON file, gzipped or not.
 
@@ -95,8 +99,10 @@ def read_json(path: Path, faults: Faults) -> Any:
             return _check_rows(content, display_path(path), surrogate_faults)
         raise ConfigError(f"{display_path(path)}: not UTF-8")
     except json.JSONDecodeError as error:
-        hint = "; it has one object a line" if error.msg == "Extra data" else ""
-        raise ConfigError(f"{display_path(path)}: not a JSON file ({error}){hint}") from error
+        message = f"{display_path(path)}: not a JSON file ({error})"
+        if error.msg == "Extra data":
+            raise JsonLinesError(f"{message}; it has one object a line") from error
+        raise ConfigError(message) from error
 
 
 def _check_rows(value: Any, where: str, faults: Faults) -> Any:

@@ -29,7 +29,7 @@ from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_imag
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, read_contents
-from vlp.data.shards.tar import Member, append_member, close_tar, readable
+from vlp.data.shards.tar import Member, append_member, close_tar, escape_name
 from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
 
 _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
@@ -482,9 +482,9 @@ class BuildPlan:
         keys: set[str] = set()
         for item in specs:
             if isinstance(item, Fault):
-                self.faults[item.kind].append(readable(item.id))
+                self.faults[item.kind].append(escape_name(item.id))
             elif not item.key.isprintable() or not item.key or {*item.key} & {*"./ "}:
-                self.faults["bad key"].append(readable(item.key))
+                self.faults["bad key"].append(escape_name(item.key))
             elif item.key in keys:
                 self.faults["duplicate key"].append(item.key)
             elif not has_text(item.annotation):

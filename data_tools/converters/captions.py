@@ -171,6 +171,7 @@ def coco(
 
     --instances takes the official instances_*.json of the same images, with official captions.
     Then samples have the boxes of all objects, and words that name a category have its boxes.
+    Images are COCO's if their names end in their id, of 12 digits; others get no `source`.
     """
     entries: list[Entry] = []
     parts: list[CorpusPart] = []

@@ -134,7 +134,7 @@ def refcoco(
     settings["splits"] = splits
     faults: Faults = []
     if expressions is not None:
-        samples = list(scored_images(expressions, faults))
+        samples = list(scored_samples(expressions, faults))
         target = Target(out, build, "RefCOCO", LICENCE, settings)
         return convert_rows(target, images, samples, faults, len(samples))
     assert refs is not None
@@ -148,7 +148,7 @@ def refcoco(
     parts = []
     for split in splits or available:
         split_faults = list(faults)
-        samples = list(split_images(data, split, proposals, split_faults))
+        samples = list(split_samples(data, split, proposals, split_faults))
         parts.append(benchmark_part(split, samples, split_faults, len(samples), title))
     return make_corpus(Target(out, build, title, LICENCE, settings), images, parts)
 
@@ -176,7 +176,7 @@ def boxes_by_reference(refs: Path, instances: Path, faults: Faults) -> dict[int,
     return boxes
 
 
-def split_images(
+def split_samples(
     data: References, split: str, proposals: Proposals | None, faults: Faults
 ) -> Iterator[SampleSpec]:
     """Yield a sample per image with its expressions, in the order of a split's references."""
@@ -211,7 +211,7 @@ def split_images(
         yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
 
 
-def scored_images(path: Path, faults: Faults) -> Iterator[SampleSpec]:
+def scored_samples(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """Yield a sample per image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}

@@ -37,7 +37,7 @@ from vlp.data.file_names import split_of
 from vlp.data.image.decode import decoder_errors, open_image
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
-from vlp.data.shards.tar import readable
+from vlp.data.shards.tar import escape_name
 from vlp.io import atomic_write
 
 SHARES = (0.9, 0.05, 0.05)  # of train, val and test
@@ -130,9 +130,9 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
     with scratch_folder(options.out) as scratch:
         try:
             tree, form = _open_place(options, scratch, faults)
-            print(readable(f"{options.place}: {form.title}"))
+            print(escape_name(f"{options.place}: {form.title}"))
             for line in filter(None, (*form.notes, *other_files(tree))):
-                print(f"  {readable(line)}")
+                print(f"  {escape_name(line)}")
             images, dropped = _clean_images(form, tree, faults, options)
             tree.flush()
             if not options.split_column and not any(split_of(image.split) for image in images):
@@ -191,7 +191,7 @@ def _require_images_and_captions(
 ) -> None:
     """Refuse data without most of its images, or with images without captions, unless allowed."""
     missing = [image.path for image in images if tree.find(image.path) is None]
-    present, first = len(images) - len(missing), readable(next(iter(missing), ""))
+    present, first = len(images) - len(missing), escape_name(next(iter(missing), ""))
     allowed = options.allow_missing_images and present
     if len(missing) > present and not allowed:
         remedy = "name their folder with --images"
@@ -219,7 +219,7 @@ def _require_images_and_captions(
         return
     counts = (
         f"{total} images, and {len(without)} of them have no caption (first: "
-        f"{readable(without[0])})"
+        f"{escape_name(without[0])})"
     )
     # An unreadable row or side file costs a caption, and is counted as a fault already.
     allowed = options.allow_missing_captions or len(without) <= len(faults)
@@ -227,7 +227,7 @@ def _require_images_and_captions(
         unread = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
         hint = ""
         if unread:
-            hint = f"; {len(unread)} annotations cannot be read (first: {readable(unread[0])})"
+            hint = f"; {len(unread)} annotations cannot be read (first: {escape_name(unread[0])})"
         raise ConfigError(
             f"{options.place}: {counts}; write them, or leave these images out with "
             f"--allow-missing-captions{hint}"
@@ -248,7 +248,7 @@ def _print_examples(images: Sequence[UserImage], tree: FileTree) -> None:
         except BadSample as bad:
             size = bad.kind
         more = f" (and {len(image.captions) - 1} more)" if len(image.captions) > 1 else ""
-        print(f"    {readable(image.path)}, {size}: {image.captions[0]!r}{more}")
+        print(f"    {escape_name(image.path)}, {size}: {image.captions[0]!r}{more}")
 
 
 def _build(
@@ -273,7 +273,7 @@ def _build(
     if earlier.keys and (new := sum(path not in earlier.keys for path in paths)):
         print(f"  {new} images are new; the others keep key and split of the run before")
     _print_splits(splitting, options)
-    refused = [Fault("no text", image.path) for image in images if not image.captions]
+    faults = [*faults, *(Fault("no text", image.path) for image in images if not image.captions)]
     parts: list[CorpusPart] = []
     for split in SPLITS:
         specs = [
@@ -283,7 +283,7 @@ def _build(
         ]
         if specs or (options.out / split).exists():
             # The first part's manifest counts all faults.
-            parts.append(CorpusPart(split, specs if parts else [*specs, *faults, *refused]))
+            parts.append(CorpusPart(split, specs if parts else [*specs, *faults]))
     settings = {
         "max_words": options.max_words,
         "name": options.title,
@@ -309,7 +309,7 @@ def _spec(sample: UserSample, key: str, source: str) -> SampleSpec:
         captions=image.captions,
         source=source,
         image_id=sample.digest or None,
-        file=readable(image.path),
+        file=escape_name(image.path),
         **({"url": image.url} if image.url else {}),
     )
     return SampleSpec(key, (image.path,), annotation)

@@ -14,7 +14,15 @@ from typing import Any, Literal, NamedTuple
 
 from data_tools.builder.samples import Fault
 from data_tools.originals import IMAGE_SUFFIXES, TOO_MUCH, display_path, max_unpacked_bytes
-from data_tools.rows import Faults, LocatedRow, is_utf8, json_lines, read_json, streamed_list
+from data_tools.rows import (
+    Faults,
+    JsonLinesError,
+    LocatedRow,
+    is_utf8,
+    json_lines,
+    read_json,
+    streamed_list,
+)
 from vlp.config import ConfigError
 from vlp.data.file_names import SPLIT_NAMES, split_of
 from vlp.data.shards.sample_files import BadSample
@@ -262,9 +270,7 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[LocatedRow]:
         return
     try:
         content = read_json(path, faults)
-    except ConfigError as error:
-        if "one object a line" not in str(error):
-            raise
+    except JsonLinesError:
         yield from json_lines(path, faults)
         return
     if not isinstance(content, dict):

@@ -168,12 +168,12 @@ def test_killed_at_any_moment(tmp_path):
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert main([*command, "--out", str(whole), "--processes", "1"]) == 0
     expected = files_of(whole)
-    # Slowed down, so that there is a moment between any two shards.
+    # Slowed down: workers notice within half a second that their process is gone.
     program = (
         "import sys, time\nfrom data_tools import reshard\n"
         "from data_tools.__main__ import main\n"
         "append = reshard.append_member\n"
-        "def slow(*given): time.sleep(0.02); append(*given)\n"
+        "def slow(*given): time.sleep(0.1); append(*given)\n"
         "reshard.append_member = slow; sys.exit(main(sys.argv[1:]))"
     )
     started = [sys.executable, "-c", program, *command, "--out", str(out), "--processes", "2"]

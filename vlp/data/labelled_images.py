@@ -15,7 +15,7 @@ from vlp.data.file_names import IMAGES, split_of
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import INDEX_NAME, Items
-from vlp.data.shards.tar import stored_files
+from vlp.data.shards.tar import read_files
 
 
 class LabelledImage(NamedTuple):
@@ -120,7 +120,7 @@ class _TarImages(LabelledImages):
     def __init__(self, file: Path, classes: Sequence[str] | None) -> None:
         self._file = file
         # The last of several members of one name counts, as in unpacking.
-        stored = stored_files(file, _is_class_image)
+        stored = read_files(file, _is_class_image)
         members = {PurePath(str(name).lstrip("/")): data for name, data in stored}
         self._members = list(members.items())
         classes, self._class_indices = _class_indices(list(members), classes, file)

@@ -12,7 +12,7 @@ from vlp.data.limits import MAX_ANNOTATION_BYTES, MAX_IMAGE_BYTES
 from vlp.data.shards.remote import OutageConfig
 from vlp.data.shards.sample_files import BadSample, DataError
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
-from vlp.data.shards.tar import append_member, members_in, plain_members, read_members, stored_files
+from vlp.data.shards.tar import append_member, members_in, plain_members, read_files, read_members
 
 
 def problem_of(path, content):
@@ -234,7 +234,7 @@ def test_stored_files_limits_members_and_sizes(tmp_path):
     path = tmp_path / "small.tar"
     link = member("a.png", b"", b"2", b"/etc/passwd")
     path.write_bytes(gzip.compress(tar(GOOD, link)))
-    assert [name.name for name, _ in stored_files(path, lambda name: True)] == [
+    assert [name.name for name, _ in read_files(path, lambda name: True)] == [
         "good.png",
         "good.json",
     ]
@@ -244,7 +244,7 @@ def test_stored_files_limits_members_and_sizes(tmp_path):
         file.write(bytes(2**20))
     path.write_bytes(flood.getvalue())
     with pytest.raises(ConfigError, match=r"a\.png is said to hold 1073741824 bytes"):
-        list(stored_files(path, lambda name: True))
+        list(read_files(path, lambda name: True))
 
 
 contents = st.lists(st.binary(max_size=1500), min_size=1, max_size=3)

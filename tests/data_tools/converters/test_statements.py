@@ -8,7 +8,7 @@ from PIL import Image
 from test_contract import pair, statement
 
 from data_tools.__main__ import main
-from vlp.data.shards.tar import stored_files
+from vlp.data.shards.tar import read_files
 
 
 def test_real_pairs(shared, tmp_path):
@@ -16,7 +16,7 @@ def test_real_pairs(shared, tmp_path):
     arguments = ["nlvr2", "--annotations", str(data / "with_images.json"), "--processes", "1"]
     arguments += ["--images", str(data / "images_384.tar"), "--extension", "jpg"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
-    images = {str(name): content for name, content in stored_files(data / "images_384.tar", bool)}
+    images = {str(name): content for name, content in read_files(data / "images_384.tar", bool)}
     rows = [json.loads(line) for line in (data / "with_images.json").read_text().splitlines()]
     samples = list(samples_of(tmp_path).values())
     assert len(samples) == len(rows) == 16
@@ -54,7 +54,7 @@ def test_real_examples_in_all_permutations(shared, tmp_path):
     assert len(samples) == 120
     assert failures_of(tmp_path / "out") == {}
     assert not list((tmp_path / "out").glob(".unpacked-*"))
-    files = stored_files(data / "dev_images.tar.xz", lambda name: True)
+    files = read_files(data / "dev_images.tar.xz", lambda name: True)
     stored = {name.stem: content for name, content in files}
     orders = list(itertools.permutations(range(3)))
     for row in rows:

@@ -26,7 +26,7 @@ from data_tools.own import forms
 from data_tools.own.content import SPLITS
 from data_tools.own.tables import texts_in
 from vlp.data.shards.shard_reader import ShardIndex
-from vlp.data.shards.tar import readable
+from vlp.data.shards.tar import escape_name
 
 
 def stored(out):
@@ -346,7 +346,7 @@ def test_names_that_are_not_utf_8(tmp_path, capsys):
         "caf1_": ["picture 1"],
     }
     stored = {(annotation.model_extra or {})["file"] for annotation in found.values()}
-    assert stored == {readable(f"caf{number}\udce9.jpg") for number in range(2)}
+    assert stored == {escape_name(f"caf{number}\udce9.jpg") for number in range(2)}
     capsys.readouterr().out.encode("utf-8", "strict")
 
 

@@ -26,7 +26,7 @@ from vlp.config import ConfigError
 from vlp.data.file_names import split_of
 from vlp.data.schema import captions_of
 from vlp.data.shards.sample_files import BadSample, SampleFiles, ShardFile
-from vlp.data.shards.tar import BLOCK, open_tar, readable
+from vlp.data.shards.tar import BLOCK, escape_name, open_tar
 from vlp.io import atomic_write
 
 
@@ -342,7 +342,7 @@ def index_folder(
     require_single_split(folder, [path.name for path in paths])
     if invalid := [path for path in paths if not _NAME.fullmatch(path.name)]:
         raise ConfigError(
-            f"{readable(f'{invalid[0]}')}: rename this shard; its name is not UTF-8, or holds "
+            f"{escape_name(f'{invalid[0]}')}: rename this shard; its name is not UTF-8, or holds "
             "control characters"
         )
     problems, shards = [], []

@@ -50,7 +50,7 @@ def append_member(file: IO[bytes], name: str, content: bytes) -> None:
     file.write(bytes(-len(content) % BLOCK))
 
 
-def stored_files(
+def read_files(
     file: Path, select: Callable[[PurePosixPath], bool]
 ) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yield name and content of the files that `select` accepts; the tar may be compressed."""
@@ -58,7 +58,7 @@ def stored_files(
         limit = max(_MIN_UNPACKED, MAX_UNPACKED_RATIO * file.stat().st_size)
         with tarfile.open(file) as archive:
             for number, info in enumerate(_headers(archive)):
-                name = PurePosixPath(readable(info.name))
+                name = PurePosixPath(escape_name(info.name))
                 read = info.isreg() and select(name)
                 if read and info.size > _MAX_CONTENT:
                     raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
@@ -120,7 +120,7 @@ def members_in(
                 # The header with the whole of a long name may have been passed over.
                 if headers.is_incomplete and len(info.name) >= tarfile.LENGTH_NAME:
                     continue
-                name = readable(info.name)
+                name = escape_name(info.name)
                 if info.offset_data + info.size > size:
                     return members, f"cut off inside {name}"
                 members.append(Member(name, info.offset_data, info.size))
@@ -171,7 +171,7 @@ def _headers(
     """Yield an archive's headers; ReadError for a size that leads backwards."""
     while (info := archive.next()) is not None:
         if info.size < 0 or archive.offset < info.offset_data:
-            raise tarfile.ReadError(f"{readable(info.name)} is said to hold {info.size} bytes")
+            raise tarfile.ReadError(f"{escape_name(info.name)} is said to hold {info.size} bytes")
         # tarfile would keep all headers in memory.
         archive.members = []  # type: ignore[attr-defined]
         yield info
@@ -194,7 +194,7 @@ def _trailing_damage(file: IO[bytes], end: int) -> str | None:
     return None
 
 
-def readable(name: str) -> str:
+def escape_name(name: str) -> str:
     """Return a file's name with control characters and invalid bytes escaped."""
     return name.translate(_ESCAPES)
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from scipy import ndimage
 
 from vlp.config import Config, ConfigError
-from vlp.data.shards.tar import stored_files
+from vlp.data.shards.tar import read_files
 from vlp.data.stream.rng import stable_hash
 from vlp.io import parse_json
 
@@ -65,7 +65,7 @@ def _json_files(path: str) -> Iterator[tuple[str, str, bytes]]:
         return
     if not root.is_file():
         raise ConfigError(f"{path}: there is neither a folder nor a tar file of ARC tasks")
-    for name, content in stored_files(root, lambda name: name.suffix == ".json"):
+    for name, content in read_files(root, lambda name: name.suffix == ".json"):
         yield name.stem, f"{path}, {name}", content
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
-from vlp.data.shards.tar import stored_files
+from vlp.data.shards.tar import read_files
 from vlp.data.stream.batch import to_device
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.data.stream.rng import make_rng
@@ -165,7 +165,7 @@ def _read_tar(file: Path, names: set[str]) -> dict[str, bytes]:
     def is_listed(path: PurePosixPath) -> bool:
         return path.suffix == ".json" and path.stem in names
 
-    return {path.stem: content for path, content in stored_files(file, is_listed)}
+    return {path.stem: content for path, content in read_files(file, is_listed)}
 
 
 # Texts of widgets with cached ids; most texts recur.
