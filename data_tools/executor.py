@@ -107,7 +107,7 @@ class RayExecutor(Executor):
         # Workers find the same modules as this process, from a checkout too.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {"env_vars": {"PYTHONPATH": paths}}
-        quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
             ray.init(address, runtime_env=environment, **quiet)
         except Exception as error:  # Ray raises many classes for a cluster out of reach
