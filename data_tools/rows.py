@@ -176,8 +176,15 @@ def parse_rows(
     rows: Iterable[LocatedRow], layout: type[AnyRow], faults: Faults
 ) -> Iterator[AnyRow]:
     """Yield rows validated against a layout; rows of another layout are counted."""
+    return (row for _, row in parse_numbered_rows(rows, layout, faults))
+
+
+def parse_numbered_rows(
+    rows: Iterable[LocatedRow], layout: type[AnyRow], faults: Faults
+) -> Iterator[tuple[int, AnyRow]]:
+    """Yield rows as `parse_rows` does, with their numbers from 0 among all rows."""
     check = LayoutCheck()
-    for where, content in rows:
+    for number, (where, content) in enumerate(rows):
         try:
             row = layout.model_validate(content)
         except ValidationError as error:
@@ -186,7 +193,7 @@ def parse_rows(
             faults.append(Fault("row of another layout", problem))
             continue
         check.has_good_row = True
-        yield row
+        yield number, row
     check.finish()
 
 

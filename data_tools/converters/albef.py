@@ -29,7 +29,7 @@ from data_tools.converters.refcoco import (
 )
 from data_tools.converters.statements import LABELS, TRUTH
 from data_tools.options import BuildOptions, File, Images, Out
-from data_tools.rows import Faults, Row, json_rows, parse_parts, parse_rows
+from data_tools.rows import Faults, Row, json_rows, parse_numbered_rows, parse_parts, parse_rows
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
@@ -144,7 +144,7 @@ def _vqa_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
     questions: dict[str, list[PlainQuestion]] = {}
     question_ids: set[str] = set()
     for path in paths:
-        for number, row in enumerate(parse_rows(json_rows(path, faults), _VqaRow, faults)):
+        for number, row in parse_numbered_rows(json_rows(path, faults), _VqaRow, faults):
             question_id = f"{path.stem}-{number}" if row.question_id is None else row.question_id
             if row.dataset == "vg" and row.question_id is not None:
                 question_id = f"vg-{question_id}"  # VQA may have the same number
@@ -194,17 +194,19 @@ def _refcoco_samples(
     """Yield a sample per image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    numbered_rows = enumerate(
-        (path, row)
-        for path in paths
-        for row in parse_rows(json_rows(path, faults), _RefcocoRow, faults)
-    )
-    for number, (path, row) in numbered_rows:
+    numbered_rows: list[tuple[int, _RefcocoRow]] = []
+    num_rows = 0  # of the lists before
+    for path in paths:
+        rows = list(json_rows(path, faults))
+        parsed = parse_numbered_rows(rows, _RefcocoRow, faults)
+        numbered_rows += [(num_rows + number, row) for number, row in parsed]
+        num_rows += len(rows)
+    for number, row in numbered_rows:
         reference_box = boxes.get(row.ref_id)
         box = row.bbox if reference_box is None else reference_box.box
         if box is None:
             kind = "expression without a box (give --refs and --instances)"
-            faults.append(Fault(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+            faults.append(Fault(kind, f"ref_id {row.ref_id}: {row.text}"))
             continue
         if reference_box is not None:
             sizes[row.image] = reference_box.size
@@ -232,11 +234,12 @@ def _labelled_rows(
 ) -> Iterator[tuple[str, int, Labelled]]:
     """Yield (key, number in the list from 0, row) of rows with a valid label."""
     for path in paths:
-        for number, row in enumerate(parse_rows(json_rows(path, faults), layout, faults)):
+        for number, row in parse_numbered_rows(json_rows(path, faults), layout, faults):
+            key = key_of(f"{path.stem}-{number}")
             if is_valid(row.label):
-                yield key_of(f"{path.stem}-{number}"), number, row
+                yield key, number, row
             else:
-                faults.append(Fault("unknown label", f"{path}, row {number} ({row.label})"))
+                faults.append(Fault("unknown label", f"{key} ({row.label})"))
 
 
 def _parse_texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[str]:

@@ -27,6 +27,7 @@ from data_tools.rows import (
     SplitName,
     json_rows,
     list_rows,
+    parse_numbered_rows,
     parse_parts,
     parse_rows,
     read_json,
@@ -215,7 +216,7 @@ def scored_samples(path: Path, faults: Faults) -> Iterator[SampleSpec]:
     """Yield a sample per image of a list of expressions, with the image's proposals."""
     expressions: dict[str, list[Expression]] = defaultdict(list)
     proposals: dict[str, list[list[float]]] = {}
-    for number, row in enumerate(parse_rows(json_rows(path, faults), _ScoredDetection, faults)):
+    for number, row in parse_numbered_rows(json_rows(path, faults), _ScoredDetection, faults):
         if not row.pred_boxes_img_id:
             faults.append(Fault("expression without an image", str(number)))
             continue

@@ -553,6 +553,7 @@ CASES = {
         "--annotations RAW/vqa.json --kind vqa --images RAW",
         {
             "vqa.json": [
+                {"image": "a/b.jpg"},
                 {
                     "image": "visual-genome/image/3.jpg",
                     "question": "Who?",
@@ -563,7 +564,6 @@ CASES = {
                 {"image": "a/b.jpg", "question": "What?", "question_id": 5, "dataset": "vqa"},
                 {"image": "visual-genome/image/3.jpg", "question": "", "question_id": 6},
                 {"image": "gone.jpg", "question": "Where?", "question_id": 7},
-                {"image": "a/b.jpg"},
             ],
             **photos("visual-genome/image/3.jpg", "a/b.jpg", folder=""),
         },
@@ -573,7 +573,7 @@ CASES = {
                     "source": "visual_genome",
                     "questions": [
                         {
-                            "id": "vqa-0",
+                            "id": "vqa-1",
                             "question": "Who?",
                             "answers": [{"answer": "a man", "count": 10}],
                         }
@@ -588,7 +588,7 @@ CASES = {
                 "empty question": ["6"],
                 "missing image": ["gone"],
                 "question of a missing image": ["7"],
-                "row of another layout": ["RAW/vqa.json, row 6:"],
+                "row of another layout": ["RAW/vqa.json, row 1:"],
             }
         },
     ),
