@@ -198,8 +198,8 @@ def _refcoco_samples(
     num_rows = 0  # of the lists before
     for path in paths:
         rows = list(json_rows(path, faults))
-        parsed = parse_numbered_rows(rows, _RefcocoRow, faults)
-        numbered_rows += [(num_rows + number, row) for number, row in parsed]
+        for number, row in parse_numbered_rows(rows, _RefcocoRow, faults):
+            numbered_rows.append((num_rows + number, row))
         num_rows += len(rows)
     for number, row in numbered_rows:
         reference_box = boxes.get(row.ref_id)

@@ -142,8 +142,11 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
                     for image in images
                     if tree.find(image.path) is not None
                 }
+                folders = {name for image in images for name in image.path.split("/")[:-1]}
                 if splits := splits_by_name(paths, options.place):
                     images = [image._replace(split=splits.get(image.path)) for image in images]
+                elif unused := sorted(filter(split_of, folders)):
+                    print(f"  not used as splits: folders {', '.join(map(repr, unused[:3]))}")
             _require_images_and_captions(images, form, tree, faults, options)
             _print_examples(images, tree)
             return _build(images, [*faults, *dropped], tree, options, build)

@@ -19,9 +19,9 @@ from vlp.data.shards.shard_reader import ShardIndex
 HALVES = ["--split", "0.4", "0.3", "0.3"]
 
 
-def test_the_bytes_decide_and_other_names_change_nothing(tmp_path):
+def test_the_bytes_decide_and_other_names_change_nothing(tmp_path, capsys):
     first = write(tmp_path / "one", pairs())
-    renamed = {f"sub/x{name}": data for name, data in pairs().items()}
+    renamed = {f"train/x{name}": data for name, data in pairs().items()}
     more = {f"more{seed}.jpg": encoded(photo(seed)) for seed in range(40, 60)}
     texts = {name.replace("jpg", "txt"): b"more" for name in more}
     second = write(tmp_path / "two", {**renamed, **more, **texts})
@@ -32,6 +32,7 @@ def test_the_bytes_decide_and_other_names_change_nothing(tmp_path):
         found.append({data: split for data, (split, _) in stored(out).items()})
     assert {data: found[1][data] for data in found[0]} == found[0]
     assert set(found[0].values()) == set(SPLITS)
+    assert capsys.readouterr().out.count("not used as splits: folders 'train'\n") == 1
 
 
 def test_copies_stay_on_one_side_and_equal_bytes_are_one_sample(tmp_path):
