@@ -145,7 +145,7 @@ def test_robertas_special_tokens_are_read_and_saved(tmp_path):
     assert theirs.mask_token_id == 4
 
 
-def test_require_words_of_compares_vocabularies(text, tmp_path):
+def test_require_same_ids_compares_vocabularies(text, tmp_path):
     text.require_same_ids(str(tmp_path))  # it has no tokenizer
     text.require_same_ids("bert-base-uncased")  # a name of the hub
     text.save(tmp_path)
