@@ -180,7 +180,7 @@ class StoredFeatures:
         return [self._source_features(index, augment is None) for index in indices]
 
     def holds(self, index: ShardIndex) -> bool:
-        """Return whether the shards, unchanged, are among the sources."""
+        """Return whether shards with this index are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]
 
     def _source_features(self, index: ShardIndex, plain: bool) -> SourceFeatures:

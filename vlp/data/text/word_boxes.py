@@ -106,13 +106,13 @@ def word_patches(
     positions_by_word = token_positions(pieces)
     for word in words:
         is_cut = word.word_index >= len(positions_by_word)
-        own_masks = [inside[box] for box in word.boxes if box in inside]
-        if word.caption_index != caption_index or is_cut or not own_masks:
+        word_masks = [inside[box] for box in word.boxes if box in inside]
+        if word.caption_index != caption_index or is_cut or not word_masks:
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
         for mask in inside.values():
             row[mask] = OTHER
-        for mask in own_masks:
+        for mask in word_masks:
             row[mask] = OWN
         patches[list(positions_by_word[word.word_index])] = row
     return patches
