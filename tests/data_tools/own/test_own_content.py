@@ -205,14 +205,6 @@ def test_shares_are_met_and_images_stay_when_others_come():
     assert fewer == splits[:5000]
 
 
-def test_a_second_run_of_another_name_is_refused(tmp_path, capsys):
-    place = write(tmp_path / "mine", pairs())
-    command = ["import", str(place), "--out", str(tmp_path / "out")]
-    assert main(command) == 0
-    assert main([*command, "--name", "other"]) == 2
-    assert "choose another --out, pass --name mine, or" in capsys.readouterr().err
-
-
 def test_a_split_that_is_refused_leaves_the_others_as_they_were(tmp_path, capsys):
     place = write(tmp_path / "mine", _in_parts(["val", "test"]))
     command = ["import", str(place), "--out", str(tmp_path / "out"), "--processes", "1"]
