@@ -28,7 +28,7 @@ Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 # Positions of both streams that are no names of `list_positions`.
 SHORTHANDS = ("ape", "rpe")
-SOFT = "anchor-soft"
+SOFT_ANCHOR = "anchor-soft"
 # Tau of Eq. 4 with which soft anchors outperform hard anchors on photographs.
 SOFT_TAU = 5.0
 
@@ -162,14 +162,14 @@ class CrossConfig(Config):
     def _replace_soft(cls, values: Any) -> Any:
         """Replace `anchor-soft` by `anchor` and a tau, unless one is configured."""
         position = values.get("position") if isinstance(values, Mapping) else None
-        if not isinstance(position, list | tuple) or SOFT not in position:
+        if not isinstance(position, list | tuple) or SOFT_ANCHOR not in position:
             return values
         options = values.get("options", {})
         anchor = options.get("anchor", {}) if isinstance(options, Mapping) else None
         if not isinstance(anchor, Mapping):
             return values
         soft = {**anchor, "tau": anchor.get("tau") or SOFT_TAU}
-        names = ["anchor" if name == SOFT else name for name in position]
+        names = ["anchor" if name == SOFT_ANCHOR else name for name in position]
         return {**values, "position": names, "options": {**options, "anchor": soft}}
 
     @model_validator(mode="after")
@@ -195,10 +195,10 @@ class CrossConfig(Config):
         for name in ("anchor", "alignment"):
             if {name, "uniform"} <= set(self.position):
                 raise ValueError(f"position: `{name}` and `uniform` exclude each other")
-        available = (*SHORTHANDS, SOFT, *CROSS_MODAL)
+        available = (*SHORTHANDS, SOFT_ANCHOR, *CROSS_MODAL)
         # `list_positions` imports plugins, which may import this module: only for other names.
         if not set(self.position) <= set(available):
-            available = (*SHORTHANDS, SOFT, *list_positions())
+            available = (*SHORTHANDS, SOFT_ANCHOR, *list_positions())
         if unknown := [name for name in self.position if name not in available]:
             hint = suggestion(unknown[0], available) or f"; there are {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")

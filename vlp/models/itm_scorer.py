@@ -22,10 +22,10 @@ from vlp.precision import at_least_float32, no_autocast
 
 
 class PathShift(NamedTuple):
-    """ACE-RPE as additions per unit of mean path and channel group.
+    """Additions of ACE-RPE for a mean path of 1 in each channel group.
 
-    To the inputs of the projections, (G, width); to their outputs `query`, `key` and `value`,
-    (heads, G, head width).
+    query_inputs, key_inputs, value_inputs: to the projections' inputs, (G, width); query, key,
+    value: to their outputs, (heads, G, head width).
     """
 
     query_inputs: Tensor
@@ -115,14 +115,14 @@ def attend_shared_image(
     return attention.merge_heads(_with_values(attention, out.transpose(0, 1), attended, context))
 
 
-def attend_once(
+def attend_single_query(
     attention: Attention,
     text: Tensor,
     image: Tensor,
     context: PositionContext,
     shift: PathShift | None,
 ) -> Tensor:
-    """Attend from one query each (T, 1, width) to images (T, 1 + M, width) -> (T, 1, width).
+    """Attend from one query per text (T, 1, width) to images (T, 1 + M, width) -> (T, 1, width).
 
     Keys and values are not projected: the weights move to the query and to the pooled image.
     """
@@ -330,12 +330,12 @@ class ITMScorer:
             elif number:
                 text = call_method(layer, CrossLayer.self_attend, text, mask, text_context)
             if last and cls_only:
-                text, text_context = text[:, :1], _first_query(text_context)
+                text, text_context = text[:, :1], _first_query_context(text_context)
             if number < len(prepared.keys):
                 key_values = prepared.keys[number], prepared.values[number]
                 attended = attend_shared_image(attention, text, *key_values, text_context, shift)
             elif last and cls_only:
-                attended = attend_once(attention, text, image, text_context, shift)
+                attended = attend_single_query(attention, text, image, text_context, shift)
             else:
                 attended = attention(text, image, None, text_context)
             if self.two_streams and not last:
@@ -381,7 +381,7 @@ class ITMScorer:
         return paths_from_similarity(similarity, word_mask, self.model.path_settings)
 
 
-def _first_query(context: PositionContext) -> PositionContext:
+def _first_query_context(context: PositionContext) -> PositionContext:
     """Return the context for the first token of each text as the only query."""
     paths = context.anchors
     if paths is not None:

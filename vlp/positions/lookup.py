@@ -35,11 +35,11 @@ class Lookup(NamedTuple):
             return self.per_row.mT if self.of_keys else self.per_row
         # `scalars` are the same for all tokens.
         if self.per_row.shape[-2] == 1:
-            return _sum(self.per_row[..., 0, :][..., pairs] for pairs in self.ids.unbind())
+            return _sum(self.per_row[..., 0, :][..., table_ids] for table_ids in self.ids.unbind())
         ids = self.ids.mT if self.of_keys else self.ids
         # Not `shape[-1]`, which fails under torch.compile(dynamic=True) where ids are constant.
         shape = (*self.per_row.shape[:-1], ids.size(-1))
-        terms = _sum(self.per_row.gather(-1, pairs.expand(shape)) for pairs in ids.unbind())
+        terms = _sum(self.per_row.gather(-1, table_ids.expand(shape)) for table_ids in ids.unbind())
         return terms.mT if self.of_keys else terms
 
 
@@ -92,8 +92,8 @@ def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:
     # In float32, as bfloat16 sums of many small numbers stop growing on GPUs.
     weights = at_least_float32(attention)
     per_row = weights.new_zeros(*weights.shape[:-1], table.shape[1])
-    for pairs in ids.unbind():
-        per_row = per_row.scatter_add(-1, pairs.expand_as(weights), weights)
+    for table_ids in ids.unbind():
+        per_row = per_row.scatter_add(-1, table_ids.expand_as(weights), weights)
     return per_row.to(attention.dtype) @ table.to(attention.dtype)
 
 

@@ -165,7 +165,10 @@ def create_fitting_position(
 
 
 def place_roles(
-    name: str, on: str | None, options: Mapping[str, Any], names: Collection[str] | None = None
+    name: str,
+    on: str | None,
+    options: Mapping[str, Any],
+    option_names: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Return `options` with the letters of `on` as the encoding's option `roles` or `mode`.
 
@@ -173,19 +176,19 @@ def place_roles(
         name: of the encoding.
         on: letters of "qkv"; None adds no option.
         options: of the encoding.
-        names: of the encoding's options; None looks them up.
+        option_names: of the encoding's options; None looks them up.
     """
     if on is None:
         return dict(options)
-    names = position_options(name) if names is None else names
+    option_names = position_options(name) if option_names is None else option_names
     if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
         raise ValueError(f"{name}: on={on!r} is not made of letters of 'qkv', each once")
     roles = [role for letter, role in ROLES.items() if letter in on]
     option: str
     value: Any
-    if "roles" in names:
+    if "roles" in option_names:
         option, value = "roles", tuple(roles)
-    elif "mode" in names:
+    elif "mode" in option_names:
         if "value" in roles:
             raise ValueError(f"{name} acts on queries and keys, not on={on!r}")
         option, value = "mode", roles[0] if len(roles) == 1 else "both"

@@ -189,7 +189,7 @@ def test_dropout_is_replayed(monkeypatch):
     built = task(ALL | SMALL, **drop)
     with_checkpoints = step(built, batch(ROWS), CHUNK)
     for place in (module, task_module):
-        monkeypatch.setattr(place, "run_checkpoint", lambda function: function())
+        monkeypatch.setattr(place, "checkpoint_activations", lambda function: function())
     kept = step(built, batch(ROWS), CHUNK)
     torch.testing.assert_close(kept[::2], with_checkpoints[::2], rtol=0, atol=0)
     assert not torch.equal(kept[0]["mlm"], step(built, batch(ROWS))[0]["mlm"])

@@ -149,7 +149,7 @@ def read_bert(name: str) -> Published:
     """Read a public BERT: a folder or hub name in transformers' format, or a single file."""
     if Path(name).suffix in _SUFFIXES and not Path(name).is_dir():
         return Published(read_tensors(Path(name)))
-    config, weights = _find(name)
+    config, weights = _find_files(name)
     return Published(read_tensors(weights), _read_config(config))
 
 
@@ -162,7 +162,7 @@ def read_vit(name: str) -> Published:
         return Published(read_tensors(Path(name)))
     if not (name.startswith((_LOCAL, *_HUB)) or "/" in name or Path(name).is_dir()):
         return _from_timm(name)
-    config_file, weights = _find(name, PREPROCESSOR)
+    config_file, weights = _find_files(name, PREPROCESSOR)
     config, state = _read_config(config_file), read_tensors(weights)
     if "architecture" in config:
         return Published(state, _network_of_folder(config_file.parent))
@@ -240,7 +240,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: damaged ({error})") from error
 
 
-def _find(name: str, optional: str | None = None) -> tuple[Path, Path]:
+def _find_files(name: str, optional: str | None = None) -> tuple[Path, Path]:
     """Return the configuration file and weights file of a folder or hub name.
 
     optional: name of a file that is downloaded to the configuration's folder, if the hub has it.

@@ -34,8 +34,8 @@ def select_rows(batch: Rows, rows: slice) -> Rows:
     return batch._make(field[rows] if isinstance(field, Tensor) else field for field in batch)
 
 
-def run_checkpoint(function: Callable[[], Result]) -> Result:
-    """Run a pass without storing its activations; the backward pass runs it again."""
+def checkpoint_activations(function: Callable[[], Result]) -> Result:
+    """Run a pass without storing its activations; the backward pass computes them again."""
     result: Result = checkpoint(function, use_reentrant=False)
     return result
 
@@ -51,7 +51,7 @@ def run_in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term
     # value.
     threshold = step.model.anchor_threshold.clone()
     outputs = [
-        run_checkpoint(partial(_run_chunk, objective, step, rows, threshold))
+        checkpoint_activations(partial(_run_chunk, objective, step, rows, threshold))
         for rows in chunk_slices(len(step.batch.valid), size)
     ]
     terms = [terms for terms, _ in outputs]

@@ -283,7 +283,7 @@ def _bin_index(similarity: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def move_threshold(
+def update_threshold(
     threshold: Tensor,
     similarity: Tensor,
     word_mask: Tensor,

@@ -22,15 +22,15 @@ from vlp.models.vlp import VLPModel
 from vlp.objectives.config import ObjectivesConfig
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.pretraining.grad_cache import (
+    checkpoint_activations,
     chunk_slices,
     concatenate,
-    run_checkpoint,
     run_in_chunks,
     select_rows,
 )
 from vlp.tasks.pretraining.heads import start_heads, start_mlm_head
 from vlp.tasks.pretraining.objectives import OBJECTIVES, Objective, Step, Term
-from vlp.tasks.pretraining.statistics import move_threshold, step_statistics
+from vlp.tasks.pretraining.statistics import step_statistics, update_threshold
 from vlp.tasks.task import AUTOCAST, Precision, StepOutput, Task, strip_prefix
 from vlp.tasks.teacher import MomentumTeacher
 
@@ -103,7 +103,7 @@ class Pretraining(Task):
             if step_inputs.is_logged:
                 step_inputs.statistics |= step_statistics(step_inputs, paths)
             if paths is not None:
-                self._move_threshold(step_inputs.batch, paths)
+                self._update_threshold(step_inputs.batch, paths)
             del paths  # frees memory: the other objectives do not read them
             terms |= self._run_objectives(step_inputs, on_clean_pairs=False)[0]
             return self.step_output(
@@ -148,7 +148,7 @@ class Pretraining(Task):
             return encode(batch)
         slices = chunk_slices(len(batch.valid), self.grad_cache)
         chunks = [select_rows(batch, rows) for rows in slices]
-        features = (run_checkpoint(partial(encode, chunk)) for chunk in chunks)
+        features = (checkpoint_activations(partial(encode, chunk)) for chunk in chunks)
         images, texts = zip(*features, strict=True)
         return concatenate(images), concatenate(texts)
 
@@ -174,12 +174,12 @@ class Pretraining(Task):
             return None
         return self.model.anchors(step.image, step.text) if paths is None else paths
 
-    def _move_threshold(self, batch: Batch, paths: AnchorPaths) -> None:
+    def _update_threshold(self, batch: Batch, paths: AnchorPaths) -> None:
         """Move a running threshold towards the quantile of the matching pairs, in training."""
         options = self.model.anchor_options
         if options.threshold is None and self.training:
             with record_function("pass/anchor_threshold"):
-                move_threshold(
+                update_threshold(
                     self.model.anchor_threshold,
                     paths.similarity,
                     batch.word_mask,
