@@ -67,11 +67,11 @@ class Settings(NamedTuple):
     workers: int
 
 
-def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) -> Iterator[Any]:
+def our_batches(settings: Settings, augment: AugmentConfig, normalise: bool) -> Iterator[Any]:
     """Yield batches of this project's loader, without masks, with uint8 images.
 
-    normalised: normalise images in the main process, as open_clip's workers do; training does it on
-    its device.
+    normalise: normalise images in the main process, as open_clip's workers do; in a training the
+    device does.
     """
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
@@ -83,7 +83,7 @@ def our_batches(settings: Settings, augment: AugmentConfig, normalised: bool) ->
     side = settings.size // 16
     inputs = Inputs(settings.size, (side, side), TOKENS, vocab_size=1 << 20)
     data = PretrainData(config, inputs, settings.batch, seed=0)
-    return (batch.to("cpu") if normalised else batch for batch, _ in data.batches())
+    return (batch.to("cpu") if normalise else batch for batch, _ in data.batches())
 
 
 def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Iterator[Any]:
@@ -114,26 +114,29 @@ def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
     text = TextProcessor.load(settings.vocabulary, TOKENS)
     best = row == "best"
 
-    def ours(**changes: Any) -> Side:
+    def our_loader(**changes: Any) -> Side:
         augment = PLAIN.model_copy(update={"quick_decode": best} | changes)
         return partial(our_batches, settings, augment, not best)
 
-    def theirs(train: bool, tokenizer: Any) -> Side:
+    def open_clip_loader(train: bool, tokenizer: Any) -> Side:
         mode = None if train else "squash"
         transform = image_transform(settings.size, train, mean=MEAN, std=STD, resize_mode=mode)
         return partial(open_clip_batches, settings, transform, tokenizer)
 
-    def same_tokenizer(caption: str) -> Tensor:
+    def tokenize(caption: str) -> Tensor:
         return text([caption]).text_ids
 
     if row == "pillow":
-        return {OPEN_CLIP: theirs(False, same_tokenizer), OURS: ours(crop_scale=(1.0, 1.0))}
+        return {
+            OPEN_CLIP: open_clip_loader(False, tokenize),
+            OURS: our_loader(crop_scale=(1.0, 1.0)),
+        }
     if row == "equal":
-        return {OPEN_CLIP: theirs(True, same_tokenizer), OURS: ours()}
+        return {OPEN_CLIP: open_clip_loader(True, tokenize), OURS: our_loader()}
     return {
-        OPEN_CLIP: theirs(True, get_tokenizer("ViT-B-32")),
-        OURS: ours(),
-        RANDAUGMENT: ours(randaugment=True),
+        OPEN_CLIP: open_clip_loader(True, get_tokenizer("ViT-B-32")),
+        OURS: our_loader(),
+        RANDAUGMENT: our_loader(randaugment=True),
     }
 
 

@@ -35,24 +35,26 @@ _LAUNCHER_VARIABLES = "TORCHELASTIC_RUN_ID", "CROSS_SIZE"
 class Launchers:
     """Process ids from this process up to its outermost launcher, with shells between them."""
 
-    # Not those above, as a run may outlive a terminal. Without /proc no end is noticed.
+    # No shells above the launcher: a run may outlive a terminal. Without /proc no end is noticed.
 
     def __init__(self) -> None:
-        line = [os.getpid(), *_ancestors(os.getpid())]
-        launchers = [index for index, pid in enumerate(line) if _program(pid) in _LAUNCHER_NAMES]
+        lineage = [os.getpid(), *_ancestors(os.getpid())]
+        launcher_indices = [
+            index for index, pid in enumerate(lineage) if _program(pid) in _LAUNCHER_NAMES
+        ]
         has_launcher = any(variable in os.environ for variable in _LAUNCHER_VARIABLES)
         # With a launcher's variables but without a known name, the parent is the launcher.
-        outermost = launchers[-1] if launchers else int(has_launcher)
-        self._line = line[: outermost + 1]
+        outermost = launcher_indices[-1] if launcher_indices else int(has_launcher)
+        self._lineage = lineage[: outermost + 1]
         # If a launcher has ended before this call, init has adopted its child.
-        child = line[outermost if launchers else 0]
-        is_child = _program(child) == _NODE_LAUNCHER if launchers else has_launcher
+        child = lineage[outermost if launcher_indices else 0]
+        is_child = _program(child) == _NODE_LAUNCHER if launcher_indices else has_launcher
         self._is_lost = is_child and _parent(child) == 1 and _has_init()
 
     def is_lost(self) -> bool:
         """Return whether a launcher has ended."""
         if not self._is_lost:
-            links = zip(self._line, self._line[1:], strict=False)
+            links = zip(self._lineage, self._lineage[1:], strict=False)
             self._is_lost = any(_parent(pid) != parent for pid, parent in links)
         return self._is_lost
 
