@@ -32,8 +32,7 @@ def launch(world_size, code):
         environment |= {"WORLD_SIZE": str(world_size)}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        command = [sys.executable, *code]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipes))
+        ranks.append(subprocess.Popen([sys.executable, *code], cwd=ROOT, env=environment, **pipes))
     done = []
     for process in ranks:
         out, err = process.communicate(timeout=120)
