@@ -37,7 +37,7 @@ from benchmarks import harness
 from benchmarks.step import WARM_UP, WITH, WITHOUT, Trainee, added_share, random_batch, variants
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.io import write_tensors, write_text
 from vlp.tasks.pretraining import Pretraining
 from vlp.training import loop
@@ -231,7 +231,7 @@ class WatchedData(Generic[T]):
     """Data of one repeated batch (on the CPU) of `rows` samples, with a context for each step."""
 
     def __init__(
-        self, batch: Slots, rows: int, watch: Callable[[], AbstractContextManager[T]]
+        self, batch: RankBatch, rows: int, watch: Callable[[], AbstractContextManager[T]]
     ) -> None:
         self.batch, self.rows, self.watch = batch, rows, watch
         self.fingerprint = {"source": "none"}
@@ -252,7 +252,7 @@ class WatchedData(Generic[T]):
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Generator[tuple[Slots, int], None, None]:
+    ) -> Generator[tuple[RankBatch, int], None, None]:
         """Yield the batch for warm-up steps, then for watched steps; the last one is logged."""
         for number in range(2 * LOG_EVERY):
             yield self.batch, self.rows * (number + 1)
@@ -271,7 +271,10 @@ def watched_config(config: PretrainConfig, rows: int) -> PretrainConfig:
 
 
 def watched_steps(
-    config: PretrainConfig, task: Any, batch: Slots, watch: Callable[[], AbstractContextManager[T]]
+    config: PretrainConfig,
+    task: Any,
+    batch: RankBatch,
+    watch: Callable[[], AbstractContextManager[T]],
 ) -> list[T]:
     """Train on one batch within a context `watch()` per step; return the contexts' values.
 

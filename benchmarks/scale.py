@@ -178,14 +178,14 @@ def mixing(scale: Scale, lookups: int = 1000) -> Mixing:
     distances = []
     for _ in range(lookups):
         batch, rank = int(rng.integers(batches - 1)), int(rng.integers(scale.ranks))
-        slots = sampler.slots(0, batch * per_stream, scale.batch, rank, scale.ranks)
-        for number, slot in enumerate(slots):
-            assert slot is not None  # no batch but the last has empty slots
+        rows = sampler.rows(0, batch * per_stream, scale.batch, rank, scale.ranks)
+        for number, row in enumerate(rows):
+            assert row is not None  # no batch but the last has empty rows
             epoch_position = batch * scale.batch + rank * per_rank + number
-            corpus_position = slot.shard * scale.shard_samples + slot.position
+            corpus_position = row.shard * scale.shard_samples + row.position
             distances.append(abs(epoch_position - corpus_position) / scale.samples)
-    global_batch = sampler.slots(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
-    counts = Counter(slot.shard for slot in global_batch if slot is not None)
+    global_batch = sampler.rows(0, int(rng.integers(batches - 1)) * per_stream, scale.batch)
+    counts = Counter(row.shard for row in global_batch if row is not None)
     pairs = sum(count * (count - 1) for count in counts.values())
     size, samples, shards = scale.batch, scale.samples, scale.shards
     return Mixing(

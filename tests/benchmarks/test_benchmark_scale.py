@@ -23,7 +23,7 @@ def epoch(scale):
     for batch in sampler.global_batches(0, scale.batch):
         if batch.epoch:
             break
-        found += [slot for slot in sampler.slots(0, batch.start, scale.batch) if slot]
+        found += [slot for slot in sampler.rows(0, batch.start, scale.batch) if slot]
     return [(slot.shard, slot.position) for slot in found]
 
 

@@ -61,14 +61,14 @@ from vlp.data.text.word_boxes import word_patches
 from vlp.io import lines_of, redact, sha256_of
 
 NO_ID = -1
-_MAX_PENDING = 16  # slots prepared before their images are decoded
-_GREY = torch.tensor(128, dtype=torch.uint8)  # pixels of an empty slot: about 0 when normalised
+_MAX_PENDING = 16  # rows prepared before their images are decoded
+_GREY = torch.tensor(128, dtype=torch.uint8)  # pixels of an empty row: about 0 when normalised
 
 
-class Slot(NamedTuple):
-    """One row of a `Batch`; an empty slot has `valid` False, and `skip` if its sample is bad."""
+class BatchRow(NamedTuple):
+    """One row of a `Batch`; an empty row has `valid` False, and `skip` if its sample is bad."""
 
-    # (3, height, width) uint8, or stored features (tokens, width); None in an empty slot.
+    # (3, height, width) uint8, or stored features (tokens, width); None in an empty row.
     pixels: Tensor | None
     text_ids: Tensor
     attention_mask: Tensor
@@ -85,8 +85,8 @@ class Slot(NamedTuple):
     skip: SkippedSample | None = None
 
 
-class CaptionedSamples(Dataset[Slot]):
-    """Map-style dataset of slots; random choices depend on (seed, epoch, index, purpose)."""
+class CaptionedSamples(Dataset[BatchRow]):
+    """Map-style dataset of rows; random choices depend on (seed, epoch, index, purpose)."""
 
     def __init__(
         self,
@@ -112,50 +112,50 @@ class CaptionedSamples(Dataset[Slot]):
         self.seed = seed
         self.every_caption = every_caption
 
-    def __getitem__(self, request: Request) -> Slot:
-        """Return the slot of a request; a bad sample gives an empty slot with `skip`."""
+    def __getitem__(self, request: Request) -> BatchRow:
+        """Return the row of a request; a bad sample gives an empty row with `skip`."""
         return self.__getitems__([request])[0]
 
-    def __getitems__(self, requests: Sequence[Request]) -> list[Slot]:
+    def __getitems__(self, requests: Sequence[Request]) -> list[BatchRow]:
         # Decoding evicts Python's code and data from the CPU's caches: Python takes three times as
         # long between two images as before all of them.
-        slots: list[Slot] = []
+        rows: list[BatchRow] = []
         for start in range(0, len(requests), _MAX_PENDING):
             pending = [
                 self.prepare(request.epoch, request.sample_index)
                 if request.sample_index is not None
-                else partial(self._empty_slot, None)
+                else partial(self._empty_row, None)
                 for request in requests[start : start + _MAX_PENDING]
             ]
-            slots.extend(finish() for finish in pending)
-        return slots
+            rows.extend(finish() for finish in pending)
+        return rows
 
     def prepare(
         self, epoch: int, index: SampleIndex, raw: RawSample | BadSample | None = None
-    ) -> Callable[[], Slot]:
-        """Return a function that decodes the pixels of a sample's slot and returns the slot.
+    ) -> Callable[[], BatchRow]:
+        """Return a function that decodes the pixels of a sample's row and returns the row.
 
         All else is done at once; the sample is read unless `raw` is given.
         """
         try:
             if isinstance(raw, BadSample):
                 raise raw
-            slot, load_pixels = self._prepare_slot(epoch, index, raw)
+            row, load_pixels = self._prepare_row(epoch, index, raw)
         except BadSample as bad:
-            return partial(self._empty_slot, SkippedSample(bad.kind, bad.where))
+            return partial(self._empty_row, SkippedSample(bad.kind, bad.where))
 
-        def finish() -> Slot:
+        def finish() -> BatchRow:
             try:
-                return slot._replace(pixels=load_pixels())
+                return row._replace(pixels=load_pixels())
             except BadSample as bad:
-                return self._empty_slot(SkippedSample(bad.kind, bad.where))
+                return self._empty_row(SkippedSample(bad.kind, bad.where))
 
         return finish
 
-    def _prepare_slot(
+    def _prepare_row(
         self, epoch: int, index: SampleIndex, raw: RawSample | None
-    ) -> tuple[Slot, Callable[[], Tensor]]:
-        """Return a slot without pixels, and a function that loads them; both raise BadSample."""
+    ) -> tuple[BatchRow, Callable[[], Tensor]]:
+        """Return a row without pixels, and a function that loads them; both raise BadSample."""
         source, shard, _, source_pass = index
         sample, pair_index = self._sample_and_pair(index)
         if raw is None:
@@ -187,7 +187,7 @@ class CaptionedSamples(Dataset[Slot]):
             may_flip = not mentions_side(caption)
             views = stored.views(shard, sample, raw.image, may_flip, raw.where)
             load_pixels = partial(stored.read, shard, sample, int(rng("view").choice(views)))
-        slot = Slot(
+        row = BatchRow(
             pixels=None,
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
@@ -202,7 +202,7 @@ class CaptionedSamples(Dataset[Slot]):
             word_patches=self._word_patches(raw, caption_index, caption, image.size),
             caption_id=stable_hash("caption", normalised_caption(visible_caption)),
         )
-        return slot, load_pixels
+        return row, load_pixels
 
     def _sample_and_pair(self, index: SampleIndex) -> tuple[int, int | None]:
         """Return a sample's number in its shard; with `captions: all` also its caption's index."""
@@ -260,10 +260,10 @@ class CaptionedSamples(Dataset[Slot]):
         patches = self.grid[0] * self.grid[1]
         return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
 
-    def _empty_slot(self, skip: SkippedSample | None) -> Slot:
+    def _empty_row(self, skip: SkippedSample | None) -> BatchRow:
         tokens = self.text([""])
         ids = tokens.text_ids[0]
-        return Slot(
+        return BatchRow(
             pixels=None,
             text_ids=ids,
             attention_mask=tokens.attention_mask[0],
@@ -279,31 +279,31 @@ class CaptionedSamples(Dataset[Slot]):
             skip=skip,
         )
 
-    def collate(self, slots: Sequence[Slot]) -> Batch:
-        """Stack slots into a batch."""
-        patches = [slot.word_patches for slot in slots if slot.word_patches is not None]
+    def collate(self, rows: Sequence[BatchRow]) -> Batch:
+        """Stack rows into a batch."""
+        patches = [row.word_patches for row in rows if row.word_patches is not None]
         return Batch(
-            pixels=self._pixels(slots),
-            text_ids=torch.stack([slot.text_ids for slot in slots]),
-            attention_mask=torch.stack([slot.attention_mask for slot in slots]),
-            word_mask=torch.stack([slot.word_mask for slot in slots]),
-            mlm_ids=torch.stack([slot.mlm_ids for slot in slots]),
-            mlm_labels=torch.stack([slot.mlm_labels for slot in slots]),
-            mim_mask=torch.stack([slot.mim_mask for slot in slots]),
-            image_ids=torch.tensor([slot.image_id for slot in slots], dtype=torch.int64),
-            uniform=torch.stack([slot.uniform for slot in slots]),
-            valid=torch.tensor([slot.valid for slot in slots], dtype=torch.bool),
-            sample_ids=torch.tensor([slot.sample_id for slot in slots], dtype=torch.int64),
+            pixels=self._pixels(rows),
+            text_ids=torch.stack([row.text_ids for row in rows]),
+            attention_mask=torch.stack([row.attention_mask for row in rows]),
+            word_mask=torch.stack([row.word_mask for row in rows]),
+            mlm_ids=torch.stack([row.mlm_ids for row in rows]),
+            mlm_labels=torch.stack([row.mlm_labels for row in rows]),
+            mim_mask=torch.stack([row.mim_mask for row in rows]),
+            image_ids=torch.tensor([row.image_id for row in rows], dtype=torch.int64),
+            uniform=torch.stack([row.uniform for row in rows]),
+            valid=torch.tensor([row.valid for row in rows], dtype=torch.bool),
+            sample_ids=torch.tensor([row.sample_id for row in rows], dtype=torch.int64),
             word_patches=torch.stack(patches) if patches else None,
-            caption_ids=torch.tensor([slot.caption_id for slot in slots], dtype=torch.int64),
-            skipped=tuple(slot.skip for slot in slots if slot.skip is not None),
+            caption_ids=torch.tensor([row.caption_id for row in rows], dtype=torch.int64),
+            skipped=tuple(row.skip for row in rows if row.skip is not None),
             statistics=self.inputs.statistics,
         )
 
-    def _pixels(self, slots: Sequence[Slot]) -> Tensor:
-        pixels = _empty_tensor((len(slots), *self._blank.shape), self._blank.dtype)
-        for slot, row in zip(slots, pixels):
-            row.copy_(self._blank if slot.pixels is None else slot.pixels)
+    def _pixels(self, rows: Sequence[BatchRow]) -> Tensor:
+        pixels = _empty_tensor((len(rows), *self._blank.shape), self._blank.dtype)
+        for row, target in zip(rows, pixels):
+            target.copy_(self._blank if row.pixels is None else row.pixels)
         return pixels
 
 
@@ -334,8 +334,8 @@ class ShardList:
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
-class ResampledSamples(IterableDataset[Slot]):
-    """Endless slots of one rank from shards drawn with replacement, `buffer` samples shuffled.
+class ResampledSamples(IterableDataset[BatchRow]):
+    """Endless rows of one rank from shards drawn with replacement, `buffer` samples shuffled.
 
     Each of the rank's workers draws shards of its own.
     """
@@ -353,7 +353,7 @@ class ResampledSamples(IterableDataset[Slot]):
         self._shards = [(source, n) for source, size in enumerate(sizes) for n in range(size)]
         self._weights = [weights[source] for source, _ in self._shards]
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[BatchRow]:
         worker = get_worker_info()
         number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         seed, consumed, rank, ranks = self.start

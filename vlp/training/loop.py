@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vlp import distributed
 from vlp.config import ConfigError, save_config
 from vlp.data.shards.sample_files import PausedDataError
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import stable_hash
 from vlp.io import atomic_folder, link_missing, restore_folder
@@ -51,7 +51,7 @@ class StreamedData(Protocol):
 
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
-    ) -> Generator[tuple[Slots, int], None, None]:
+    ) -> Generator[tuple[RankBatch, int], None, None]:
         """Yield a rank's batches without end, each with all ranks' consumed samples so far."""
 
 
@@ -195,7 +195,7 @@ class _Trainer:
         # for the device.
         self.pending: list[Outcome] = []
 
-    def run(self, batches: Iterator[tuple[Slots, int]]) -> bool:
+    def run(self, batches: Iterator[tuple[RankBatch, int]]) -> bool:
         """Train and save a checkpoint; return False if the run was stopped before its end."""
         training, progress = self.config.training, self.progress
         consensus = StopConsensus(self.stop_signals, self.engine.device)
@@ -227,7 +227,7 @@ class _Trainer:
         is_exhausted = self.best is not None and self.best.is_exhausted(self.progress)
         return self.progress.step >= self.total_steps or is_exhausted
 
-    def micro_step(self, batches: Iterator[tuple[Slots, int]], index: int) -> StepOutput:
+    def micro_step(self, batches: Iterator[tuple[RankBatch, int]], index: int) -> StepOutput:
         """Run the forward and backward pass of the next batch; return detached outputs."""
         progress = self.progress
         self.watchdog.enter("data")

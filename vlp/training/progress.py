@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vlp import distributed
 from vlp.data.shards.remote import retries
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
@@ -111,7 +111,7 @@ class Meter:
         self._norms: list[float] = []
         self._scale: float | None = None
 
-    def add_batch(self, batch: Slots, wait_seconds: float) -> None:
+    def add_batch(self, batch: RankBatch, wait_seconds: float) -> None:
         """Count a batch that took `wait_seconds` to arrive."""
         self._wait_seconds += wait_seconds
         self._trained_samples += int(batch.valid.sum())

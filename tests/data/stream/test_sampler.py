@@ -19,7 +19,7 @@ def epoch_of(order, epoch, size):
     for step in order.global_batches(order.samples_before(epoch), size):
         if step.epoch != epoch:
             return batches
-        batches.append(order.slots(step.epoch, step.start, size))
+        batches.append(order.rows(step.epoch, step.start, size))
     raise AssertionError
 
 
@@ -91,12 +91,12 @@ def test_ranks_share_every_batch(run, world):
     order = TrainingSampler([Source(shards)], streams, window, seed)
     if streams % world:
         with pytest.raises(ConfigError, match=f"{world} ranks cannot share"):
-            order.slots(0, 0, size, 0, world)
+            order.rows(0, 0, size, 0, world)
         return
     for step in islice(order.global_batches(0, size), 5):
-        apart = [order.slots(step.epoch, step.start, size, r, world) for r in range(world)]
+        apart = [order.rows(step.epoch, step.start, size, r, world) for r in range(world)]
         assert {len(slots) for slots in apart} == {size // world}
-        whole = order.slots(step.epoch, step.start, size)
+        whole = order.rows(step.epoch, step.start, size)
         assert [slot for slots in apart for slot in slots] == whole
     shares = [order.samples_of_rank(0, rank, world) for rank in range(world)]
     assert sum(shares) == order.samples_in_epoch(0)
@@ -113,7 +113,7 @@ def test_resuming_with_another_batch_loses_and_repeats_nothing(run, stop, other)
 
     def take(steps, size):
         for step in steps:
-            slots = order.slots(step.epoch, step.start, size)
+            slots = order.rows(step.epoch, step.start, size)
             seen.extend((step.epoch, slot) for slot in slots if slot)
             assert len(seen) == step.consumed
         return steps[-1].consumed if steps else consumed
@@ -142,7 +142,7 @@ def test_numbers_that_fit_no_run():
         with pytest.raises(ConfigError, match="no batch ends there"):
             order.locate(wrong)
     with pytest.raises(ConfigError, match="not a multiple of"):
-        order.slots(0, 0, 6)
+        order.rows(0, 0, 6)
 
 
 @pytest.mark.parametrize("pools", [[], [Source([0, 0]), Source([0])], [Source([5], 1e-9)]])
@@ -222,7 +222,7 @@ def test_every_element_once_for_any_number_of_ranks(run, weight):
     assert found.total() == order.samples_in_epoch(epoch)
     fresh = SlidingSampler(pools, streams, window, seed)
     start = len(batches) // 2
-    parts = [fresh.slots(epoch, 2 * start, 2 * streams, rank, streams) for rank in range(streams)]
+    parts = [fresh.rows(epoch, 2 * start, 2 * streams, rank, streams) for rank in range(streams)]
     assert [slot for part in parts for slot in part] == (batches[start] if batches else [])
 
 
@@ -233,7 +233,7 @@ def test_it_mixes_as_well_as_a_uniform_shuffle():
     pairs, batches = 0, 60
     for number in range(batches):
         found = Counter(
-            slot.shard for slot in order.slots(1, number * 1000, batch) if slot is not None
+            slot.shard for slot in order.rows(1, number * 1000, batch) if slot is not None
         )
         pairs += sum(count * (count - 1) // 2 for count in found.values())
     uniform = batch * (batch - 1) / 2 / shards
@@ -260,7 +260,7 @@ def test_every_shard_is_asked_for_before_it_is_read(
         stream = ShardAwareBatchSampler(sampler, batch, consumed, rank, streams, 12, fetchers=1)
         for number, found in enumerate(stream):
             asked.update(found.prefetch)
-            samples = [request.sample_index for request in found.slots if request.sample_index]
+            samples = [request.sample_index for request in found.rows if request.sample_index]
             assert {(sample.source, sample.shard) for sample in samples} <= asked
             if number == 0:
                 assert asked == at_once
@@ -272,7 +272,7 @@ def test_workers_share_what_is_to_be_fetched(sizes, streams, window, workers):
     sampler = TrainingSampler([Source(sizes)], streams, window, 0)
     alone = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=1))
     shared = list(ShardAwareBatchSampler(sampler, streams, 0, 0, 1, 40, fetchers=workers))
-    assert [found.slots for found in shared] == [found.slots for found in alone]
+    assert [found.rows for found in shared] == [found.rows for found in alone]
     for number in range(40 - workers):
         asked = [one for found in alone[: number + 1] for one in found.prefetch]
         dealt = [one for found in shared[: number + workers] for one in found.prefetch]

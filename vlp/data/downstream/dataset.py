@@ -17,7 +17,7 @@ from vlp.data.image.decode import decode_image
 from vlp.data.image.transforms import Preprocessing, TrainTransform, View, apply_view
 from vlp.data.shards.sample_files import BadSample, RawSample, SkippedSample
 from vlp.data.shards.shard_reader import Item, Items
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
 from vlp.data.text.tokenizer import TextProcessor
 
@@ -89,7 +89,7 @@ def cut_panels(image: Image.Image, count: int) -> list[Image.Image]:
 
 
 Example = TypeVar("Example")
-TaskBatch = TypeVar("TaskBatch", bound=Slots)
+TaskBatch = TypeVar("TaskBatch", bound=RankBatch)
 
 
 class DownstreamDataset(Generic[Example, TaskBatch]):
@@ -132,7 +132,7 @@ class DownstreamDataset(Generic[Example, TaskBatch]):
         return self.batch(examples, valid, skipped)
 
     def batches(self, config: DownstreamDataConfig, batch: int, seed: int) -> OrderedData:
-        """Return training batches of `batch` slots over all ranks."""
+        """Return training batches of `batch` rows over all ranks."""
         data = indexed_data(
             len(self.items), self.training_example, self.collate, config, batch, seed
         )

@@ -292,7 +292,7 @@ def _read_together(members: Sequence[Member], read: Reader) -> Reader:
 
 
 class SkippedSample(NamedTuple):
-    """The fault and location of a bad sample; its slot stays empty."""
+    """The fault and location of a bad sample; its row stays empty."""
 
     kind: str
     where: str

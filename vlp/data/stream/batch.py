@@ -13,18 +13,18 @@ from vlp.data.shards.sample_files import SkippedSample
 AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
-class Slots(Protocol):
-    """Interface of a rank's batch in the training loop; some of its slots may be empty."""
+class RankBatch(Protocol):
+    """Interface of a rank's batch in the training loop; some of its rows may be empty."""
 
     @property
     def valid(self) -> Tensor:
-        """(B,) bool, False where the slot is empty."""
+        """(B,) bool, False where the row is empty."""
 
     @property
     def skipped(self) -> tuple[SkippedSample, ...]:
         """The rank's bad samples."""
 
-    def to(self, device: torch.device | str) -> Slots:
+    def to(self, device: torch.device | str) -> RankBatch:
         """Move every tensor to `device`."""
 
 
@@ -42,7 +42,7 @@ def to_device(batch: AnyBatch, device: torch.device | str) -> AnyBatch:
 
 
 class Batch(NamedTuple):
-    """One rank's rows of a global batch: B slots, N tokens, an H x W patch grid.
+    """One rank's rows of a global batch: B rows, N tokens, an H x W patch grid.
 
     Rows with `valid` False are empty. Random choices depend on (seed, epoch, sample, purpose), so
     rows do not depend on the number of ranks or workers.

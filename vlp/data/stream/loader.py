@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from vlp.config import Config
 from vlp.data.shards.remote import retries, share_retries
 from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.data.stream.rng import make_rng
 from vlp.data.stream.sampler import (
     EndlessSampler,
@@ -91,9 +91,9 @@ Prefetch = Callable[[int, int], object]  # (source, shard), called in a worker
 
 
 class BatchRequest(NamedTuple):
-    """A rank's slots of a batch, and the (source, shard) pairs to prefetch meanwhile."""
+    """A rank's rows of a batch, and the (source, shard) pairs to prefetch meanwhile."""
 
-    slots: list[Request]
+    rows: list[Request]
     prefetch: list[tuple[int, int]]
 
 
@@ -118,8 +118,8 @@ class ShardAwareBatchSampler:
         batches = self._sampler.global_batches(self._consumed, self._batch)
         prefetch_lists = self.prefetch_lists() if self._fetchers else repeat(list[Any]())
         for batch, prefetch in zip(islice(batches, self._stop_after), prefetch_lists):
-            slots = self._sampler.slots(batch.epoch, batch.start, self._batch, *self._share)
-            yield BatchRequest([Request(batch.epoch, index) for index in slots], prefetch)
+            rows = self._sampler.rows(batch.epoch, batch.start, self._batch, *self._share)
+            yield BatchRequest([Request(batch.epoch, index) for index in rows], prefetch)
 
     def prefetch_lists(self) -> Iterator[list[tuple[int, int]]]:
         """Yield each batch's shards to prefetch; a unit's shards are spread over batches."""
@@ -160,27 +160,27 @@ def concurrent_shards(
 
 
 class BatchDataset(Dataset[Any]):
-    """Dataset that maps a `BatchRequest` to slots and prefetches shards."""
+    """Dataset that maps a `BatchRequest` to rows and prefetches shards."""
 
     def __init__(self, samples: Dataset[Any], prefetch: Prefetch | None) -> None:
         self.samples, self.prefetch = samples, prefetch
 
     def __getitems__(self, request: BatchRequest) -> list[Any]:
-        """Return all slots of a batch; called by `DataLoader` with its batch sampler's request."""
+        """Return all rows of a batch; called by `DataLoader` with its batch sampler's request."""
         if self.prefetch is not None:
             for source, shard in request.prefetch:
                 self.prefetch(source, shard)
         get_items = getattr(self.samples, "__getitems__", None)
         if get_items is not None:
-            return get_items(request.slots)
-        return [self.samples[slot] for slot in request.slots]
+            return get_items(request.rows)
+        return [self.samples[row] for row in request.rows]
 
 
 class OrderedData:
     """Batches in the order of a sampler, the same for any number of ranks and workers.
 
-    `samples` maps a `Request` to a sample, `collate` a rank's samples to `batch.Slots`; `batch`
-    counts the slots of all ranks. A larger share of bad samples in an epoch than
+    `samples` maps a `Request` to a sample, `collate` a rank's samples to `batch.RankBatch`; `batch`
+    counts the rows of all ranks. A larger share of bad samples in an epoch than
     `max_skipped_share` ends the run.
     """
 
@@ -188,7 +188,7 @@ class OrderedData:
         self,
         sampler: TrainingSampler | EndlessSampler,
         samples: Dataset[Any],
-        collate: Callable[[list[Any]], Slots],
+        collate: Callable[[list[Any]], RankBatch],
         batch: int,
         workers: int = 0,
         max_skipped_share: float = 0.5,
@@ -297,7 +297,7 @@ class SkippedShareWatch:
         self._expected = self._bad = self._in_a_row = 0
         self._last = SkippedSample("", "")
 
-    def update(self, epoch: int, batch: Slots) -> None:
+    def update(self, epoch: int, batch: RankBatch) -> None:
         """Count a batch; DataError if too many samples of an epoch or in a row are bad."""
         if epoch != self._epoch:
             self._end_epoch()
@@ -339,7 +339,7 @@ class CopyStream:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def move(self, batch: Slots) -> Slots:
+    def move(self, batch: RankBatch) -> RankBatch:
         """Return the batch with every tensor on the device."""
         if self._stream is None or not isinstance(batch, tuple):
             return batch.to(self._device)
@@ -391,13 +391,13 @@ class LabelledImagesConfig(MapDatasetConfig):
 
 
 class IndexedSamples(Dataset[Any]):
-    """Dataset that reads the sample of a slot by `read(number, rng_for)`."""
+    """Dataset that reads the sample of a row by `read(number, rng_for)`."""
 
     def __init__(self, read: Callable[[int, RngFactory], Any], seed: int) -> None:
         self._read, self._seed = read, seed
 
     def __getitem__(self, request: Request) -> Any:
-        """Return the slot's sample, a `SkippedSample` if it is bad, or None for an empty slot."""
+        """Return the row's sample, a `SkippedSample` if it is bad, or None for an empty row."""
         if request.sample_index is None:
             return None
         number, source_pass = request.sample_index.position, request.sample_index.source_pass
@@ -414,7 +414,7 @@ class IndexedSamples(Dataset[Any]):
 def indexed_data(
     count: int,
     read: Callable[[int, RngFactory], Any],
-    collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots],
+    collate: Callable[[list[Any], tuple[SkippedSample, ...]], RankBatch],
     config: MapDatasetConfig,
     batch: int,
     seed: int,
@@ -438,9 +438,11 @@ def indexed_data(
 class _Collate:
     """Collation with good and bad samples separated; a class, as workers pickle it."""
 
-    def __init__(self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], Slots]) -> None:
+    def __init__(
+        self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], RankBatch]
+    ) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> Slots:
+    def __call__(self, samples: list[Any]) -> RankBatch:
         good = [s for s in samples if s is not None and not isinstance(s, SkippedSample)]
         return self._collate(good, tuple(s for s in samples if isinstance(s, SkippedSample)))

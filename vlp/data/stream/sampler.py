@@ -36,7 +36,7 @@ class SampleIndex(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A slot of a batch: a sample in an epoch, or None."""
+    """Epoch and sample of a row of a batch; `sample_index` is None for an empty row."""
 
     epoch: int
     sample_index: SampleIndex | None
@@ -113,7 +113,7 @@ class TrainingSampler:
         return self.samples_before(epoch + 1) - self.samples_before(epoch)
 
     def batches_in_epoch(self, epoch: int, size: int) -> int:
-        """Return the number of global batches of one epoch; the last one may have empty slots."""
+        """Return the number of global batches of one epoch; the last one may have empty rows."""
         longest = -(-self.samples_in_epoch(epoch) // self.streams)
         return -(-longest // self._per_stream(size))
 
@@ -142,7 +142,7 @@ class TrainingSampler:
         return low, within // self.streams
 
     def global_batches(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches of `size` slots after `consumed` samples, without end."""
+        """Yield the global batches of `size` rows after `consumed` samples, without end."""
         per_stream = self._per_stream(size)
         epoch, start = self.locate(consumed)
         while True:
@@ -156,10 +156,10 @@ class TrainingSampler:
                 start = after
             epoch, start = epoch + 1, 0
 
-    def slots(
+    def rows(
         self, epoch: int, start: int, size: int, rank: int = 0, world_size: int = 1
     ) -> list[SampleIndex | None]:
-        """Return a rank's (contiguous) slots of a global batch; None for an empty slot."""
+        """Return a rank's (contiguous) rows of a global batch; None for an empty row."""
         per_stream = self._per_stream(size)
         streams = streams_of_rank(self.streams, rank, world_size)
         bounds = self._bounds(epoch, streams)
@@ -277,7 +277,7 @@ class EndlessSampler:
         return divmod(consumed, self.samples_in_epoch(0))
 
     def global_batches(self, consumed: int, size: int) -> Iterator[GlobalBatch]:
-        """Yield the global batches of `size` slots after `consumed` samples, without end."""
+        """Yield the global batches of `size` rows after `consumed` samples, without end."""
         while True:
             epoch, start = self.locate(consumed)
             consumed += size

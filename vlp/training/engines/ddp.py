@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from vlp import distributed
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.tasks.task import StepOutput
 from vlp.training.config import TrainingConfig
 from vlp.training.engines.engine import (
@@ -46,7 +46,9 @@ class DdpEngine:
         self._adamw = build_adamw(task, config.optimiser)
         create_moments(self._adamw, self._trainable.values())
 
-    def _wrap(self, task: nn.Module, reduce_in_bf16: bool) -> Callable[[Slots, int], StepOutput]:
+    def _wrap(
+        self, task: nn.Module, reduce_in_bf16: bool
+    ) -> Callable[[RankBatch, int], StepOutput]:
         """Wrap the task by DDP, which copies rank 0's weights; return its forward pass."""
         if self.world_size == 1:
             return task
@@ -61,7 +63,7 @@ class DdpEngine:
         if reduce_in_bf16:
             ddp.register_comm_hook(None, bf16_compress_hook)
 
-        def forward(batch: Slots, step: int) -> StepOutput:
+        def forward(batch: RankBatch, step: int) -> StepOutput:
             # Gradients are reduced only in the backward pass of the last micro-step.
             is_last = self._micro_step == self._micro_steps
             with nullcontext() if is_last else ddp.no_sync():
@@ -70,7 +72,7 @@ class DdpEngine:
 
         return forward
 
-    def forward(self, batch: Slots, step: int) -> StepOutput:
+    def forward(self, batch: RankBatch, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
         self._micro_step += 1
         return self._forward(batch, step)

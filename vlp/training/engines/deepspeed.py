@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vlp import distributed
 from vlp.config import ConfigError
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.distributed import host_copy
 from vlp.io import parse_json
 from vlp.tasks.task import StepOutput
@@ -138,7 +138,7 @@ class DeepSpeedEngine:
         self._scale = LossScale(config.precision)
         self._create_moments()
 
-    def forward(self, batch: Slots, step: int) -> StepOutput:
+    def forward(self, batch: RankBatch, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
         return self._deepspeed(batch, step)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from vlp.data.stream.batch import Slots
+from vlp.data.stream.batch import RankBatch
 from vlp.distributed import broadcast_tensors
 from vlp.tasks.task import StepOutput
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
     device: torch.device
     module: nn.Module
 
-    def forward(self, batch: Slots, step: int) -> StepOutput:
+    def forward(self, batch: RankBatch, step: int) -> StepOutput:
         """Run the task on this rank's share of a global batch."""
 
     def backward(self, loss: Tensor) -> None:
