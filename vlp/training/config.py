@@ -204,8 +204,9 @@ class PretrainConfig(RunConfig):
     output: LocalPath = _output("runs/pretrain")
     init_from: str | None = Field(
         None,
-        description="model folder or hub name whose weights the run starts from; encodings, token "
-        "projections and a token score that it lacks keep their own start",
+        description="model folder or hub name whose weights the run starts from, in place of "
+        "public weights; encodings, token projections and a token score that it lacks keep their "
+        "own start",
         json_schema_extra={"resume": "path"},
     )
     model: ModelConfig = Field(ModelConfig(), description="sizes of the encoders, and ACE-RPE")

@@ -91,9 +91,11 @@ class Objective:
 
     Args:
         settings: result of `settings_of`.
+        objectives: settings of all objectives.
+        model: configuration of the model.
     """
 
-    # True if it reads unmasked pairs alone: it runs first, before `anchor_threshold` moves.
+    # True if it reads unmasked pairs alone: it runs first, before `anchor_threshold` is updated.
     on_clean_pairs: ClassVar[bool] = False
     # True if its losses are sums over sample groups, so that GradCache may run it on chunks.
     can_chunk: ClassVar[bool] = False

@@ -78,7 +78,7 @@ class Pretraining(Task):
         heads = self._saved_heads()
         head_reports = [] if init_from is None else start_heads(heads, init_from)
         from_folder = {name for report in head_reports for name in report.matched}
-        # A folder without an MLM head, such as that of `vlp align`, leaves it to the public BERT.
+        # A folder that was trained without MLM has no MLM head.
         if model is None and config.text.weights and "mlm_head.bias" not in from_folder:
             self.weight_reports += start_mlm_head(heads, config.text.weights)
         self.weight_reports += head_reports
