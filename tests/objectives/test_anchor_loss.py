@@ -104,9 +104,7 @@ def test_empty_slots_count_nowhere(case):
     assert loss.count == 3
 
 
-@given(
-    seed=st.integers(0, 99), quantile=st.floats(0.05, 0.95), spread=st.sampled_from([0.01, 0.2, 1])
-)
+@given(st.integers(0, 99), st.floats(0.05, 0.95), st.sampled_from([0.01, 0.2, 1]))
 def test_equals_the_sorted_entries_to_one_bin(seed, quantile, spread):
     generator = torch.Generator().manual_seed(seed)
     similarity = (torch.randn(3, 6, 5, 2, generator=generator) * spread).clamp(-1, 1)

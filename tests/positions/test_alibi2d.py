@@ -34,9 +34,7 @@ def by_loop(height, width, slope, diagonals=1.0):
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12])
 def test_slopes_are_the_printed_geometric_sequences(heads):
-    expected = [
-        [2**-start * 2 ** (-8 / heads * head) for head in range(heads)] for start in (1, 0.5)
-    ]
+    expected = [[2**-s * 2 ** (-8 / heads * head) for head in range(heads)] for s in (1, 0.5)]
     assert slopes(heads).shape == (2, heads)
     for row, line in zip(slopes(heads).tolist(), expected, strict=True):
         assert row == pytest.approx(line, rel=1e-14)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlp.config import ConfigError
+from vlp.data.stream import sampler as module
 from vlp.data.stream.loader import BatchDataset, ShardAwareBatchSampler, concurrent_shards
 from vlp.data.stream.rng import make_rng, stable_hash
 from vlp.data.stream.sampler import SampleIndex, SlidingSampler, Source, TrainingSampler
@@ -162,9 +163,8 @@ def slow_streams(sizes, streams, window, seed, epoch):
         for shard in dict.fromkeys(shard for shard, _ in part):
             pieces.append((stream, [place for place in part if place[0] == shard]))
     mixed = make_rng(seed, epoch, "epoch", "chunks").random(len(pieces))
-    ordered = [
-        pieces[n] for n in sorted(range(len(pieces)), key=lambda n: (pieces[n][0], mixed[n]))
-    ]
+    numbers = sorted(range(len(pieces)), key=lambda n: (pieces[n][0], mixed[n]))
+    ordered = [pieces[n] for n in numbers]
     chunks = [[piece for owner, piece in ordered if owner == stream] for stream in range(streams)]
     return [slow_stream(each, window, seed, epoch, stream) for stream, each in enumerate(chunks)]
 
@@ -239,6 +239,16 @@ def test_it_mixes_as_well_as_a_uniform_shuffle():
     uniform = batch * (batch - 1) / 2 / shards
     assert pairs / batches < 2 * uniform
     assert max(len(concurrent_shards(order, batch, n * 512_000, 3, 16)) for n in range(7)) <= 64
+
+
+@pytest.mark.parametrize("kind", [TrainingSampler, SlidingSampler])
+def test_orders_are_drawn_once_while_batches_read_on(kind, monkeypatch):
+    drawn = Counter()
+    monkeypatch.setattr(module, "make_rng", lambda *key: drawn.update([key]) or make_rng(*key))
+    order = kind([Source([50, 50])], 2, 20, 0)
+    for start in range(50):
+        order.slots(0, start, 2)
+    assert {count for key, count in drawn.items() if "chunk " not in key[-1]} == {1}
 
 
 shards = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum)
