@@ -14,8 +14,8 @@ from data_tools.builder.build import Target, convert_rows, image_identity, key_o
 from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.converters.questions import (
     PlainQuestion,
+    clean_answer,
     count_answers,
-    normalise_answer,
     single_answer,
 )
 from data_tools.converters.refcoco import (
@@ -249,7 +249,7 @@ def _parse_texts(values: Sequence[Any], where: str, faults: Faults) -> Iterator[
 
 def _question(question_id: str, row: _VqaRow, faults: Faults) -> PlainQuestion:
     if isinstance(row.answer, str):
-        return single_answer(question_id, row.question, normalise_answer(row.answer))
+        return single_answer(question_id, row.question, clean_answer(row.answer))
     answers = _parse_texts(row.answer or (), f"question {question_id}", faults)
     return PlainQuestion(question_id, row.question, count_answers(answers))
 

@@ -175,8 +175,8 @@ def single_answer(question_id: str, question: str, answer: str) -> PlainQuestion
     return PlainQuestion(question_id, question, ((sys.intern(answer), ANNOTATORS),))
 
 
-def normalise_answer(text: str) -> str:
-    """Return an answer in VQA's form: lower case, no full stop."""
+def clean_answer(text: str) -> str:
+    """Return an answer in lower case without a final full stop, as VQA's annotations have it."""
     return text.strip().removesuffix(".").strip().lower()
 
 
@@ -247,7 +247,7 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
                 faults.append(Fault("question id given twice", f"Visual Genome {row.qa_id}"))
                 continue
             question_ids.add(row.qa_id)
-            answer = normalise_answer(row.answer)
+            answer = clean_answer(row.answer)
             if not answer or not row.question.strip():
                 faults.append(Fault("question without answers", f"Visual Genome {row.qa_id}"))
                 continue

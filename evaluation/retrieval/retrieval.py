@@ -89,8 +89,8 @@ def positive_ranks(
             losses["match", direction] = listwise_losses(dual.nearest, scores, direction_positives)
             if add_match_stage:
                 all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
-            # ITM negatives are drawn in proportion to exp(similarity / temperature): ITM log-odds
-            # are relative to them, and to all candidates once the similarity is added.
+            # ITM negatives are drawn in proportion to exp(similarity / temperature), so ITM
+            # log-odds compare a pair with such negatives; with the similarity added, with all.
             if temperature is not None:
                 scaled = dual.similarities.astype(np.float64) / temperature
                 losses["dual", direction] = listwise_losses(
@@ -127,17 +127,19 @@ def _match_scores(
             on_batch=bar.update,
         )
     require_finite(match_scores)
-    images, texts = searches["text_to_image"].nearest, searches["image_to_text"].nearest
-    text_queries = np.broadcast_to(np.arange(len(images))[:, None], images.shape)
-    image_queries = np.broadcast_to(np.arange(len(texts))[:, None], texts.shape)
+    nearest_images = searches["text_to_image"].nearest
+    nearest_texts = searches["image_to_text"].nearest
+    num_texts, num_images = len(nearest_images), len(nearest_texts)
+    texts = np.broadcast_to(np.arange(num_texts)[:, None], nearest_images.shape)
+    images = np.broadcast_to(np.arange(num_images)[:, None], nearest_texts.shape)
     return {
-        "text_to_image": look_up(pairs, match_scores, len(images), images, text_queries),
-        "image_to_text": look_up(pairs, match_scores, len(images), image_queries, texts),
+        "text_to_image": look_up(pairs, match_scores, num_texts, nearest_images, texts),
+        "image_to_text": look_up(pairs, match_scores, num_texts, images, nearest_texts),
     }
 
 
 class StoredSamples(Samples):
-    """Samples with images that may be stored features of the unaugmented view."""
+    """Samples whose images are, if `features` are given, their stored features, unaugmented."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class StoredSamples(Samples):
         if self._stored is None:
             return super()._image(index, data, where, min_size)
         folder, shard, sample, _ = self._items.locate(index)
-        # Raises BadSample for a sample whose image could not be encoded.
+        # Raises BadSample if the image could not be encoded, DataError if it has changed since.
         self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)
 
@@ -196,7 +198,7 @@ MEAN = "mean"
 
 
 class RetrievalResult(Result):
-    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"); direction "both" has a mean.
+    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), for direction "both" the mean.
 
     Predictions are the `query_rows`, with the key of the image's first sample.
     """
@@ -267,8 +269,9 @@ def evaluate_retrieval(
     """Evaluate recall on the shards; the same for any number of ranks.
 
     Re-ranking adds the match score, the cross-modal log-odds, to similarity / temperature ("sum")
-    or ranks by it alone ("match", as ALBEF does); "both" has the sum as stage `rerank`, and the
-    match score alone as stage `match`. The result notes an untrained match head.
+    or ranks by it alone ("match", as ALBEF does). Ranks of either are stage `rerank`; "both" is the
+    sum, and ranks by the match score alone are stage `match`. List losses are `match` without the
+    similarity, `rerank` with it, `dual` of it alone. The result notes an untrained match head.
 
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one

@@ -10,7 +10,7 @@ from tests_support import unit
 from vlp.objectives.anchor import anchor_loss, paper_anchor_loss
 from vlp.tasks.pretraining.statistics import (
     BINS,
-    CollapseWatch,
+    CollapseMonitor,
     _histogram,
     anchor_statistics,
     feature_spread,
@@ -214,7 +214,7 @@ def test_feature_spread_equals_the_loop():
 
 
 def test_watch_warns_once_and_again_after_a_recovery(caplog):
-    watch = CollapseWatch(grace_steps=10, patience=2)
+    watch = CollapseMonitor(grace_steps=10, patience=2)
     dead, alive = {"image_token_cosine": 0.99}, {"image_token_cosine": 0.4}
     history = [(5, dead), (9, dead), (10, dead), (11, dead), (12, dead), (13, alive), (14, dead)]
     with caplog.at_level(logging.WARNING):
@@ -226,6 +226,6 @@ def test_watch_warns_once_and_again_after_a_recovery(caplog):
 
 
 def test_watch_knows_spreads_and_ignores_other_names():
-    watch = CollapseWatch(grace_steps=0, patience=1)
+    watch = CollapseMonitor(grace_steps=0, patience=1)
     statistics = {"text_spread": 0.05, "image_spread": 0.5, "anchor_share": 1.0}
     assert watch.check(0, statistics) == ["text_spread"]

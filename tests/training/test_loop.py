@@ -13,7 +13,7 @@ from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, log_lines,
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
-from vlp.tasks.pretraining.statistics import CollapseWatch
+from vlp.tasks.pretraining.statistics import CollapseMonitor
 from vlp.training import loop
 from vlp.training.config import PretrainConfig
 from vlp.training.loop import NonFiniteError, count_steps, nan_if_non_finite
@@ -188,7 +188,7 @@ def test_a_skipped_step_changes_nothing_but_the_counters(tmp_path, capsys):
     assert "loss/total" not in log[3]
     assert log[4]["skipped/truncated image"] == 1
     assert all(math.isfinite(line["loss/total"]) for line in log if "loss/total" in line)
-    assert "step 4 skipped: loss total not finite" in capsys.readouterr().err
+    assert "step 4 skipped: the loss is not finite (total)" in capsys.readouterr().err
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_too(tmp_path, capsys):
@@ -250,7 +250,7 @@ def change_outputs(monkeypatch, change):
 
 
 def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(CollapseWatch.__init__, "__defaults__", (0.95, 0.1, 0, 2))
+    monkeypatch.setattr(CollapseMonitor.__init__, "__defaults__", (0.95, 0.1, 0, 2))
     values = {"image_token_cosine": 0.99, "text_spread": 0.7, "anchor_spread": 0.0}
     statistics = {name: torch.tensor(value) for name, value in values.items()}
     change_outputs(monkeypatch, lambda output: output._replace(statistics=statistics))

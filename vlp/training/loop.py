@@ -1,6 +1,7 @@
 """The training loop.
 
-An optimiser step has `training.gradient_accumulation_steps` micro-steps of one global batch each.
+An optimiser step has `training.gradient_accumulation_steps` micro-steps. Each takes one global
+batch: that of all ranks, without accumulation.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vlp.data.stream.batch import RankBatch
 from vlp.data.stream.loader import CopyStream
 from vlp.data.stream.rng import stable_hash
 from vlp.io import atomic_folder, link_missing, restore_folder
-from vlp.tasks.pretraining.statistics import CollapseWatch
+from vlp.tasks.pretraining.statistics import CollapseMonitor
 from vlp.tasks.task import StepOutput, Task
 from vlp.training.checkpoints import BestCheckpoint, CheckpointError, Checkpoints
 from vlp.training.config import RunConfig
@@ -52,7 +53,7 @@ class StreamedData(Protocol):
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Generator[tuple[RankBatch, int], None, None]:
-        """Yield a rank's batches without end, each with all ranks' consumed samples so far."""
+        """Yield a rank's batches without end, each with the samples all ranks consumed up to it."""
 
 
 # Skipped steps in a row: fp16 skips a few to find its loss scale, a diverged run skips all.
@@ -188,7 +189,7 @@ class _Trainer:
     checkpoint_steps: tuple[int, int] | None
 
     def __post_init__(self) -> None:
-        self.meter, self.collapse_monitor = Meter(self.progress), CollapseWatch()
+        self.meter, self.collapse_monitor = Meter(self.progress), CollapseMonitor()
         self.copy_stream = CopyStream(self.engine.device)
         self.record = self.log.last_record
         # A GPU's outcomes are read with the next log line or checkpoint, so that steps never wait
@@ -377,7 +378,7 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
         if not torch.isfinite(value)
     }
     names = sorted(set().union(*distributed.gather_to_all(local_names)))
-    reason = f"loss {', '.join(names)} not finite" if names else "a gradient is not finite"
+    reason = f"the loss is not finite ({', '.join(names)})" if names else "a gradient is not finite"
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
     log.info(f"step {step} skipped: {reason}")

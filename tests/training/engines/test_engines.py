@@ -138,7 +138,7 @@ def test_a_step_in_float16_that_is_not_finite_is_counted_and_the_run_resumes_exa
     report = run(tmp_path / "whole")
     assert (report["ended"], report["non_finite_steps"]) == ("finished", 1)
     printed = capsys.readouterr().err
-    assert "step 2 skipped: loss total not finite, the loss scale was 1024" in printed
+    assert "step 2 skipped: the loss is not finite (total), the loss scale was 1024" in printed
     lines = (tmp_path / "whole" / "log.jsonl").read_text().splitlines()
     scales = [json.loads(line).get("loss_scale") for line in lines]
     assert scales == [start, None, *[start / 2] * 6]

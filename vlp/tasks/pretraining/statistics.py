@@ -128,7 +128,7 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.where(count < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
 
 
-class CollapseWatch:
+class CollapseMonitor:
     """Monitor that warns when token or global features have collapsed.
 
     A statistic named `cosine` is bad above `max_cosine`, one named `spread` below `min_spread`;
@@ -203,7 +203,7 @@ def _path_statistics(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
 
 
 def _feature_statistics(step: Step) -> dict[str, Tensor]:
-    """Return the statistics that `CollapseWatch` checks, and the temperature."""
+    """Return the statistics that `CollapseMonitor` checks, and the temperature."""
     image, text, valid = step.image, step.text, step.batch.valid
     return {
         "image_token_cosine": token_cosine(image.tokens, valid=valid),
