@@ -203,7 +203,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_too(tmp_path, capsys):
 @pytest.mark.parametrize("most", [0, 2])
 def test_too_many_skips_in_a_row_end_the_run(tmp_path, most, monkeypatch):
     monkeypatch.setattr(loop, "MAX_NON_FINITE", most)
-    with pytest.raises(NonFiniteError, match=rf"{most + 1} steps in a row .*loss total"):
+    with pytest.raises(NonFiniteError, match=rf"{most + 1} steps in a row .*loss is not finite"):
         run(tmp_path, ToyData(bad=frozenset(range(3, 99))), steps=99)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["ended"] == "failed"
