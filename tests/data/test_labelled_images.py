@@ -125,7 +125,7 @@ def test_unusable_folders_and_tars_are_refused(folder, tmp_path):
         open_labelled(str(shards), ["blue"]).read(15)
     with pytest.raises(ConfigError, match=r"limit 17 is more than the 16 images"):
         labelled_data(open_labelled(str(folder)), config(folder, limit=17), 4, 0)
-    with pytest.raises(ConfigError, match="batch 3 is not a multiple of canonical_streams 2"):
+    with pytest.raises(ConfigError, match=r"batch 3 is not a multiple of task\.data"):
         labelled_data(open_labelled(str(folder)), config(folder), 3, 0)
     with pytest.raises(ConfigError, match="policy 'nonsense'"):
         LabelledSamples(open_labelled(str(folder)), config(folder, augment={"policy": "nonsense"}))

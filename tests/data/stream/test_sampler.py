@@ -247,7 +247,7 @@ def test_orders_are_drawn_once_while_batches_read_on(kind, monkeypatch):
     monkeypatch.setattr(module, "make_rng", lambda *key: drawn.update([key]) or make_rng(*key))
     order = kind([Source([50, 50])], 2, 20, 0)
     for start in range(50):
-        order.slots(0, start, 2)
+        order.rows(0, start, 2)
     assert {count for key, count in drawn.items() if "chunk " not in key[-1]} == {1}
 
 
