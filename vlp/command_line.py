@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Container, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,9 +89,7 @@ def run_app(
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     _open_standard_streams()
-    # One line each, without the line of code, and once.
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    warnings.simplefilter("once", UserWarning, append=True)
+    warnings.showwarning = lambda message, *_, **__: _print_warning(str(message))
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
         code = group.main(
@@ -100,6 +99,12 @@ def run_app(
         print(f"error: {_message(error)}", file=sys.stderr)
         return 2
     return int(code or 0)
+
+
+@cache
+def _print_warning(text: str) -> None:
+    """Print a warning in one line, without its line of code, and once."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def _open_standard_streams() -> None:
