@@ -193,7 +193,7 @@ def test_a_validation_changes_nothing_and_ranks_do_not_change_it(lab):
     result = evaluate_retrieval(
         loaded,
         [shards],
-        options=EvalOptions(limit=48, resamples=1),
+        options=EvalOptions(resamples=1),
         rerank=4,
     )
     assert result.mean("rerank").value == pytest.approx(report["best"]["mean"])

@@ -4,7 +4,7 @@ import yaml
 from launch_lab import COMMAND, FAILING, Lab
 from shard_server import serve
 
-VLP = ranks.ROOT / "launch" / "cli" / "main.py"
+VLP = ranks.ROOT / "launch" / "__main__.py"
 USER, WORD, TOKEN = "planteduser", "planted/word", "planted-token"
 NAMED = "${STORE_USER}:${STORE_WORD}@", "token=${STORE_TOKEN}"
 
