@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> torch.Tensor:
 
     anchor_shares = (similarity >= threshold).float().mean(-1)[0]  # (patches, tokens)
     columns = model.config.image.grid[1]
-    for number, word in enumerate(text.words(options.text)):
+    for number, word in enumerate(text.pieces(options.text)):
         patch = int(anchor_shares[:, number].argmax())
         share, row, column = float(anchor_shares[patch, number]), patch // columns, patch % columns
         print(f"{word:12} row {row}, column {column}: anchor in {share:.0%} of the groups")
