@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from vlp.config import Config, Precision
+from vlp.io import as_url
 from vlp.tasks.vqa.metrics import Version
 
 NAME = r"^[\w][\w.+@-]*$"
@@ -44,7 +46,8 @@ class Job(Config):
     @field_validator("shards")
     @classmethod
     def _require_unique(cls, shards: tuple[str, ...]) -> tuple[str, ...]:
-        if repeated := [folder for folder in shards if shards.count(folder) > 1]:
+        paths = [folder if as_url(folder) else os.path.realpath(folder) for folder in shards]
+        if repeated := [folder for folder, path in zip(shards, paths) if paths.count(path) > 1]:
             raise ValueError(f"{repeated[0]} is named twice, and its samples would count twice")
         return shards
 

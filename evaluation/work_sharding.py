@@ -99,7 +99,7 @@ def evaluating(
 def evaluation_autocast(device: torch.device, precision: Precision | None) -> Iterator[None]:
     """Set autocast for an evaluation; None: bf16 and TF32 on a GPU with bf16, else float32.
 
-    Gradients are as outside.
+    It does not change whether gradients are computed.
     """
     if precision is not None or device.type != "cuda" or not torch.cuda.is_bf16_supported(False):
         with autocast(device, precision or "float32"):

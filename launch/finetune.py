@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError, workers_for
 from vlp import distributed
 from vlp.config import ConfigError
+from vlp.precision import NotFiniteError
 from vlp.tasks.caption.metrics import CaptionToolError
 from vlp.tasks.downstream.registry import get_task
 from vlp.tasks.downstream.task import Downstream, has_task, start_parts
@@ -95,6 +97,7 @@ def build_validation(
                 raise ConfigError(f"training.{key} needs task.data.validation")
         return None
 
+    metric = training.metric or task.metric
     # With ZeRO-3 a rank holds a part of the parameters: validate a copy with all of them.
     full_task = _copy(task) if shards_parameters(training) else None
 
@@ -104,22 +107,23 @@ def build_validation(
         if full_task is not None:
             full_task.load_state_dict(task.state_dict() | parameters())
         device = next((full_task or task).parameters()).device
-        result = evaluate_task(
-            full_task or task,
-            folders,
-            options=EvalOptions(
-                limit=limit,
-                device=device,
-                precision=training.precision,
-                workers=min(config.task.data.workers, workers_for(device, None)),
-                resamples=1,
-            ),
+        options = EvalOptions(
+            limit=limit,
+            device=device,
+            precision=training.precision,
+            workers=min(config.task.data.workers, workers_for(device, None)),
+            resamples=1,
         )
-        return result.metrics
+        try:
+            return evaluate_task(full_task or task, folders, options).metrics
+        except EvaluationError as error:
+            if not isinstance(error.__cause__, NotFiniteError):
+                raise
+            # As for a loss that is not finite: the training goes on, and this is never the best.
+            return {metric: math.nan}
 
     every = training.evaluate_every or training.steps_in_epoch(data)
     validation_data = json.dumps([list(map(str, folders)), limit])
-    metric = training.metric or task.metric
     best = BestCheckpoint(validate, metric, every, training.patience, validation_data)
     trial_limit = _TRIAL_SAMPLES if limit is None else min(limit, _TRIAL_SAMPLES)
     try:

@@ -114,6 +114,7 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:  # else the next file would get the number, and messages as its content
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # dup2 does nothing to the number itself
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 

@@ -103,7 +103,7 @@ def require_local(path: Path) -> None:
 def similar_path(path: str | Path) -> str:
     """Return "; did you mean X?" for the path X most like a missing one, or "" without any."""
     missing = Path(path)
-    while not missing.parent.is_dir():
+    while not os.path.isdir(missing.parent):  # Path.is_dir raises for a folder without access
         missing = missing.parent
     with suppress(OSError):
         names = [] if missing.exists() else os.listdir(missing.parent)
@@ -269,7 +269,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 def remove(path: Path) -> None:
     """Remove a folder with its contents, a file or a link, if it exists; ignore errors."""
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):
         for folder, _, _ in os.walk(path):  # of a write-protected model, for example
             with suppress(OSError):
                 os.chmod(folder, 0o700)

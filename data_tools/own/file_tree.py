@@ -118,15 +118,24 @@ class FileTree(Originals):
                     self._claims.add(path)
                 return path
         match = self._names.find(name)
-        # A table beside images names these: an equal base name elsewhere is another image's.
-        is_elsewhere = match is not None and not match.startswith(f"{folder}/")
-        return None if is_elsewhere and folder in self._image_folders else match
+        if match is None or match.startswith(f"{folder}/"):
+            return match
+        # A table beside images names these, or images of another root (`--images`): an equal base
+        # name elsewhere in its own root is another image's.
+        return None if (self._root_of(match), folder) in self._image_folders else match
 
     @cached_property
-    def _image_folders(self) -> set[str]:
-        """Return the folders with images, in them or in their subfolders."""
-        folders = map(PurePosixPath, {path.rpartition("/")[0] for path in self.images})
-        return {str(parent) for folder in folders for parent in (folder, *folder.parents)}
+    def _image_folders(self) -> set[tuple[Path | None, str]]:
+        """Return (root, folder) of folders with images, in them or in their subfolders."""
+        folders = {(self._root_of(path), path.rpartition("/")[0]) for path in self.images}
+        return {
+            (root, str(parent))
+            for root, folder in folders
+            for parent in (PurePosixPath(folder), *PurePosixPath(folder).parents)
+        }
+
+    def _root_of(self, path: str) -> Path | None:
+        return self._roots.get(self._files[path].container)
 
     @cached_property
     def _names(self) -> FileNames:

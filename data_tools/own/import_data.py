@@ -298,9 +298,8 @@ def _build(
     if code == 0:
         val = sum(sample.split == "val" for sample in splitting.samples)
         if 0 < val < LEAST_VAL:
-            remedy = (
-                "" if splitting.from_data else "; --split 0.6 0.3 0.1 --replace makes it larger"
-            )
+            grows = not splitting.from_data and options.split[1] < 0.3
+            remedy = "; --split 0.6 0.3 0.1 --replace makes it larger" if grows else ""
             print(f"careful: val has {val} images, each {100 / val:.1f} points of recall{remedy}")
         print(next_steps(options.out, [part.name for part in parts]))
     return code

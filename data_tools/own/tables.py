@@ -38,7 +38,7 @@ CAPTIONS = (
     *("caption", "captions", "text", "texts", "txt", "sentence", "sentences", "raw"),
     *("description", "descriptions", "alt_text", "alt", "comment", "title", "prompt"),
 )
-SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage", "set_name", "dataset")
+SPLITS = ("split", "set", "subset", "partition", "fold", "phase", "usage", "set_name")
 
 # Pandas and other tools write these for a missing value.
 _MISSING = {
@@ -251,7 +251,8 @@ def _object_table(objects: Iterator[LocatedRow], faults: Faults) -> UserTable | 
             if not isinstance(row, dict):
                 faults.append(Fault("row of another layout", where))
                 continue
-            if late := [key for key in row if key not in columns and _may_be_split(key)]:
+            late = [key for key in row if key not in columns and _may_be_split(key)]
+            if late and not any(map(_may_be_split, columns)):
                 raise ConfigError(
                     f"{where}: none of the first {_HEAD} rows has this {late[0]!r}; give every row "
                     "one, or null"

@@ -215,10 +215,11 @@ def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     # In a checkout, the command imports the modules of the checkout, too.
     path = os.pathsep.join(filter(None, sys.path))
+    omp_threads = os.environ.get("OMP_NUM_THREADS") or str(threads)
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
-            env={"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": path},
+            env={**os.environ, "OMP_NUM_THREADS": omp_threads, "PYTHONPATH": path},
             stdout=file,
             stderr=subprocess.STDOUT,
             preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),

@@ -53,7 +53,7 @@ AnyJob = Annotated[Job, Choice("task", job_names, job_class)]
 
 
 class EvaluatedModel(Config):
-    """A column of the tables: one model, or a model for each task."""
+    """A model of the tables, or one model for each task."""
 
     name: str = Field(pattern=NAME, description="its name in every table")
     model: str | None = Field(

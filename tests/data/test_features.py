@@ -174,7 +174,7 @@ def test_missing_and_damaged_features_are_refused(shards, configuration, tmp_pat
     content = file.read_bytes()
     for damage in (lambda: file.unlink(), lambda: file.write_bytes(content[:-2])):
         damage()
-        with pytest.raises(ConfigError, match=r"shard-000001\.npy: missing .* 1 of 5 files"):
+        with pytest.raises(ConfigError, match=r"1 of 5 shards, .*shard-000001"):
             data_of(config, f"data.features={out}")
     file.write_bytes(content)
     header = out / HEADER_NAME
@@ -192,7 +192,7 @@ def test_missing_and_damaged_features_are_refused(shards, configuration, tmp_pat
     content, image = shard.read_bytes(), ShardIndex.open(shards).read(2, 1).image
     shard.write_bytes(content.replace(image, image[:-9] + os.urandom(9)))
     index_folder(shards)
-    with pytest.raises(DataError, match=r"k15: another image .* delete .*shard-000002\.npy"):
+    with pytest.raises(DataError, match=r"k15: the image changed.* delete .*shard-000002\.npy"):
         list(data_of(config, f"data.features={tmp_path / 'again'}").batches(stop_after=5))
 
 

@@ -55,7 +55,8 @@ def test_help_is_answered_without_pytorch(arguments):
 def test_closed_standard_streams_are_the_null_device():
     code = (
         "import sys; from vlp.command_line import _open_standard_streams as streams; streams()\n"
-        "assert open('/dev/zero').fileno() > 2 and sys.stdin.read() == '' and print('x') is None"
+        "assert open('/dev/zero').fileno() > 2 and sys.stdin.read() == '' and print('x') is None\n"
+        "import subprocess; sys.exit(subprocess.call(['sh', '-c', 'echo x && echo x >&2']))"
     )
     command = ["bash", "-c", 'exec 0<&- 1>&- 2>&-; exec "$@"', "bash", sys.executable, "-c", code]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0

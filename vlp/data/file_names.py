@@ -42,7 +42,7 @@ def ends_alike(path: str, name: str) -> bool:
 
 
 def compose_accents(name: str) -> str:
-    """Return a name with compose_accents accents (NFC); file systems may decompose them."""
+    """Return a name with composed accents (NFC); file systems may decompose them."""
     return unicodedata.normalize("NFC", name)
 
 

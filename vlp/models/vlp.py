@@ -290,7 +290,8 @@ class VLPModel(nn.Module):
 
     def warn_if_match_is_untrained(self) -> None:
         """Warn the caller's caller if the match score is meaningless."""
-        if not self.match_is_trained:
+        # The value of a weight would break the graph of `torch.export`.
+        if not torch.compiler.is_compiling() and not self.match_is_trained:
             warnings.warn(
                 "the match score was never trained (no ITM), so it is meaningless", stacklevel=3
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -43,6 +42,8 @@ def _over_counts(totals: list[Tensor], counts: Tensor, ranks: int) -> list[Tenso
 
 def sample_groups(rows: int, group_size: int) -> tuple[int, int]:
     """Return the number and size, at most `group_size`, of the groups of consecutive rows."""
+    if group_size < 1:
+        raise ValueError(f"a sample group needs at least 1 row, not {group_size}")
     if rows <= group_size:
         return (1, rows) if rows else (0, group_size)
     if rows % group_size:
@@ -73,9 +74,11 @@ def require_whole_groups(
     for key, group_size in group_sizes.items():
         # A batch smaller than a group is one group, which needs a single rank.
         if share % min(group_size, batch):
+            largest = max(size for size in range(1, group_size + 1) if share % size == 0)
+            remedy = f"{key}={largest}" if largest > 1 else f"training.batch={group_size * ranks}"
             raise ConfigError(
                 f"{key} {group_size} does not divide a rank's {share} samples (training.batch "
-                f"{batch} on {ranks} ranks); set {key}={math.gcd(share, group_size)}"
+                f"{batch} on {ranks} ranks); set {remedy}"
             )
         if chunk is not None and chunk < share and chunk % group_size:
             raise ConfigError(

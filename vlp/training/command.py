@@ -206,9 +206,12 @@ def _explain(error: BaseException) -> None:
             print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, DataError):
         remedy = _DATA_REMEDIES.get(type(error), "")
-        print(f"error on rank {rank}: {error}{remedy}", file=sys.stderr)
+        print(f"error on rank {rank}: {error.plain_message}{remedy}", file=sys.stderr)
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        print(f"error on rank {rank}: {error}; free disk space, then --resume", file=sys.stderr)
+        print(
+            f"error on rank {rank}: {error}; free disk space, or raise `ulimit -f`, then --resume",
+            file=sys.stderr,
+        )
     elif loader_remedy:
         reason = message.strip(". \n").splitlines()[-1]
         print(f"error on rank {rank}: {reason}; {loader_remedy}, then --resume", file=sys.stderr)

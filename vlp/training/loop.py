@@ -130,18 +130,18 @@ def train(
                 log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
             _log_schedule(config, log, step, total_steps)
             trainer = _Trainer(
-                config,
-                task,
-                data,
-                engine,
-                folder,
-                best,
-                checkpoints,
-                progress,
-                total_steps,
-                stop_signals,
-                log,
-                watchdog,
+                config=config,
+                task=task,
+                data=data,
+                engine=engine,
+                folder=folder,
+                best=best,
+                checkpoints=checkpoints,
+                progress=progress,
+                total_steps=total_steps,
+                stop_signals=stop_signals,
+                log=log,
+                watchdog=watchdog,
                 checkpoint_steps=(step, validated_step) if restored else None,
             )
             if not trainer.run(batches):

@@ -308,8 +308,8 @@ def read_starts(folder: Path) -> dict[str, Any]:
     """Return the contents of `run.json` with its list `starts`; OSError if unreadable now."""
     content = _read_json(folder / "run.json")
     starts = content.get("starts")
-    is_valid = isinstance(starts, list) and all(isinstance(start, dict) for start in starts)
-    return content | {"starts": starts if is_valid else []}
+    entries = starts if isinstance(starts, list) else []
+    return content | {"starts": [start for start in entries if isinstance(start, dict)]}
 
 
 def tracker_id(

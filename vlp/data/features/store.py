@@ -227,9 +227,9 @@ class SourceFeatures:
         ]
         if incomplete:
             raise ConfigError(
-                f"{self._paths(incomplete[0])[0]}: missing or of another size, {len(incomplete)} "
-                f"of {len(self._shards)} files of features; continue the command that writes them: "
-                f"{MAKE}"
+                f"{folder}: features of {len(incomplete)} of {len(self._shards)} shards, the first "
+                f"{self._shards[incomplete[0]][0]}, are missing or of another size; continue the "
+                f"command that writes them: {MAKE}"
             )
 
     def views(self, shard: int, sample: int, image: bytes, flipped: bool, where: str) -> list[int]:
@@ -242,8 +242,8 @@ class SourceFeatures:
         # A shard may be rewritten with the same lengths, which leaves its index as it was.
         if zlib.crc32(image) != checksums[sample]:
             raise DataError(
-                f"{where}: another image than that of its stored features; delete "
-                f"{self._paths(shard)[0]} and write it again with: {MAKE}"
+                f"{where}: the image changed, or was unreadable when its features were stored; "
+                f"delete {self._paths(shard)[0]} and write it again with: {MAKE}"
             )
         codes = codes_of_samples[sample].tolist()
         if codes[0] >= BAD:

@@ -117,8 +117,9 @@ def members_in(
                 # Links could point anywhere; devices and sparse files hold no image.
                 if not info.isreg() or info.issparse():
                     continue
-                # The header with the whole of a long name may have been passed over.
-                if headers.is_incomplete and len(info.name) >= tarfile.LENGTH_NAME:
+                # The header with the whole of a long name, or one beyond ASCII, was passed over.
+                cut = len(info.name) >= tarfile.LENGTH_NAME or "?" in info.name or not info.name
+                if headers.is_incomplete and cut:
                     continue
                 name = escape_name(info.name)
                 if info.offset_data + info.size > size:

@@ -69,8 +69,8 @@ def require_equal_streams(batch: int, streams: int, section: str = "data") -> No
     if batch % streams:
         key, fewer = f"{section}.canonical_streams", math.gcd(batch, streams)
         raise ConfigError(
-            f"training.batch {batch} is not a multiple of {key} {streams}; set {key}={fewer}, or "
-            f"training.batch={batch + -batch % streams}"
+            f"training.batch {batch} is not a multiple of {key} {streams}; set "
+            f"training.batch={batch + -batch % streams}, or {key}={fewer}"
         )
 
 
@@ -190,11 +190,7 @@ class TrainingSampler:
         return -(-longest // self.prefetch_unit)
 
     def _per_stream(self, size: int) -> int:
-        if size % self.streams:
-            raise ConfigError(
-                f"a global batch of {size} is not a multiple of data.canonical_streams "
-                f"{self.streams}"
-            )
+        require_equal_streams(size, self.streams)
         return size // self.streams
 
     def _bounds(self, epoch: int, streams: range) -> np.ndarray:

@@ -329,7 +329,7 @@ def copy_weights(
             )
         if target[name].is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"{source}: {name} is {_dtype_name(tensor)} there, not a float")
-        if not tensor.is_meta and not tensor.isfinite().all():
+        if not tensor.is_meta and not tensor.to(target[name].dtype).isfinite().all():
             raise ValueError(f"{source}: {name} has values that are not finite")
     with torch.no_grad():
         for name, tensor in weights.items():

@@ -170,7 +170,10 @@ class AssignmentDataset(PairDataset):
             captions = map(normalised_caption, captions_of(other.raw.annotation))
             if images.isdisjoint(_image_names(other)) and caption not in captions:
                 return other
-        raise BadSample("no other image", f"{items[0].where}: 8 draws found no other image")
+        raise BadSample(
+            "no other image",
+            f"{items[0].where}: 8 draws found no image that differs and has another caption",
+        )
 
 
 def _image_names(item: Item) -> tuple[str, str]:
