@@ -42,7 +42,7 @@ MISTAKES = [
     (TRAIN + "init_from=run", "run/model"),
     ("train --config own.yaml output=note.txt", "note.txt"),
     ("train --config own.yaml output=run", "--resume"),
-    (TRAIN + "objectives.itm.group=3", "objectives.itm.group=1"),
+    (TRAIN + "objectives.itm.group=3", "objectives.itm.group=2"),
     (TRAIN + "'model.cross.position=[ancor]'", "anchor"),
     (TRAIN + "'model.cross.position=[anchor, uniform]'", "uniform"),
     (TRAIN + "model.cross.anchor.groups=5", "cross.anchor.groups"),

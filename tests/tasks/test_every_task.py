@@ -133,7 +133,7 @@ def test_one_seed_gives_one_start_and_one_order(kind, places):
 
 @every_task
 def test_batches_that_streams_do_not_divide_are_refused(kind, places):
-    with pytest.raises(ConfigError, match=r"set task\.data\.canonical_streams=1"):
+    with pytest.raises(ConfigError, match=r"task\.data\.canonical_streams=1"):
         made(kind, places, batch=3)
 
 

@@ -231,9 +231,7 @@ class _Ring(torch.autograd.Function):
                 sign = torch.where(positive, 1.0, -1.0).to(image.dtype)
                 margin = sign * (cosines * scale + bias)
                 mask = valid[:, None] & (text_valid > 0)
-                linked = match_by_links(pair_ids, ids, links)
-                linked = linked | match_by_links(ids, pair_ids, links).mT
-                mask = mask & (positive | ~linked)
+                mask = mask & (positive | ~related(pair_ids, ids, links))
                 total += torch.where(mask, functional.softplus(-margin), 0).sum()
                 logit_gradient = torch.where(mask, -sign * torch.sigmoid(-margin), 0)
                 image_gradient += scale * (logit_gradient @ texts)
