@@ -28,7 +28,7 @@ from vlp.data.boxes import OTHER_SHAPE, OUTSIDE, clip_box, relative_corners, tur
 from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_image, orientation
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.sample_files import BadSample, read_contents
+from vlp.data.shards.sample_files import BadSample, contents
 from vlp.data.shards.tar import Member, append_member, close_tar, escape_name
 from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
 
@@ -555,7 +555,7 @@ class BuildPlan:
     def _stored_keys(self, number: int) -> dict[str, None]:
         """Return the keys in an existing shard, in order; empty without the shard."""
         return dict.fromkeys(
-            sample.key for sample in read_contents(self.journal.folder / shard_name(number)).samples
+            sample.key for sample in contents(self.journal.folder / shard_name(number)).samples
         )
 
 

@@ -24,7 +24,7 @@ from data_tools.builder.write_shard import Journal
 from data_tools.originals import Originals
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
-from vlp.data.shards.sample_files import read_contents
+from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
 
 FOUR = BuildOptions(samples_per_shard=4, processes=1)
@@ -433,7 +433,7 @@ def test_killed_again_and_again(command, tmp_path):
         running.send_signal(signal.SIGKILL)
         assert running.wait() == -signal.SIGKILL
         for path in out.glob("train/*.tar"):
-            assert read_contents(path).problem is None
+            assert contents(path).problem is None
             assert path.read_bytes() == (whole / "train" / path.name).read_bytes()
         assert not (out / "train" / "manifest.json").exists()
         _, alive = psutil.wait_procs(workers, timeout=60)

@@ -13,7 +13,7 @@ from test_import_forms import stored
 from data_tools.__main__ import main
 from data_tools.own.content import SPLITS, assign_splits
 from data_tools.own.import_data import IMPORT_NAME
-from vlp.data.shards.sample_files import read_contents
+from vlp.data.shards.sample_files import contents
 from vlp.data.shards.shard_reader import ShardIndex
 
 HALVES = ["--split", "0.4", "0.3", "0.3"]
@@ -244,7 +244,7 @@ def sides(out):
         sample.key: split
         for split in SPLITS
         for tar in sorted((out / split).glob("*.tar"))
-        for sample in read_contents(tar).samples
+        for sample in contents(tar).samples
     }
 
 

@@ -160,7 +160,7 @@ class ShardFile:
         return parse_annotation(sample, self.content, self.where(sample))
 
 
-def read_contents(path: Path) -> Contents:
+def contents(path: Path) -> Contents:
     """Return a shard's samples and damage; a shard that cannot be opened is `missing`."""
     try:
         with ShardFile(open_tar(path), path) as shard:
