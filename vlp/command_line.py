@@ -89,6 +89,8 @@ def run_app(
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     _open_standard_streams()
+    # Of libraries, about calls that the user did not make.
+    warnings.simplefilter("ignore", FutureWarning)
     warnings.showwarning = lambda message, *_, **__: _print_warning(str(message))
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
