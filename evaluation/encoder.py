@@ -25,15 +25,17 @@ from evaluation.samples import (
     Samples,
     count_kinds,
     format_kinds,
+    single_line_errors,
 )
 from evaluation.work_sharding import ProcessGroup, evaluation_autocast
+from vlp import precision
 from vlp.data.schema import normalised_caption
 from vlp.data.shards.sample_files import SkippedSample
 from vlp.data.text.tokenizer import TextTokens
 from vlp.models.cross_encoder import ImageFeatures
 from vlp.models.folder import Loaded
 from vlp.models.itm_scorer import ITMScorer
-from vlp.precision import NOT_FINITE
+from vlp.precision import NotFiniteError, Values
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,6 @@ class Block(NamedTuple):
 
 
 Key = TypeVar("Key")
-Float = TypeVar("Float", bound=np.floating)
 
 
 class BlockCache(Generic[Key]):
@@ -321,12 +322,10 @@ def warn_if_cut(text: Callable[[Sequence[str]], TextTokens], caption: str) -> No
         logger.warning("the text is longer than max_tokens: the model reads its beginning")
 
 
-def require_finite(features: NDArray[Float]) -> NDArray[Float]:
-    """Return the features or scores; raise EvaluationError if any is NaN or infinite."""
-    # NaN has no rank: it would change figures silently.
-    if not np.isfinite(features).all():
-        raise EvaluationError(NOT_FINITE)
-    return features
+def require_finite(values: Values) -> Values:
+    """Return features or scores; raise EvaluationError if any is NaN or infinite."""
+    with single_line_errors(NotFiniteError):
+        return precision.require_finite(values)
 
 
 @torch.no_grad()

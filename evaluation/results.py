@@ -228,6 +228,11 @@ def _pointing_figures(content: Mapping[str, Any]) -> SavedFigures:
     return SavedFigures(figures, next(iter(figures)))
 
 
+def reranked_top(rerank: int, images: int, texts: int) -> int:
+    """Return the number of re-ranked candidates: of few images and texts, all."""
+    return min(rerank, max(images, texts))
+
+
 def cut_notes(cut: int, count: int, texts: str) -> tuple[str, ...]:
     """Return a note that `cut` of `count` texts, a plural noun, are truncated; empty for 0."""
     return (f"{cut} of {count} {texts} are truncated to max_tokens.",) if cut else ()

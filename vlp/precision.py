@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Values = TypeVar("Values", Tensor, NDArray[Any])
 
 
 class NotFiniteError(ValueError):
     """Features, logits or scores that are NaN or infinite, which have no order."""
 
 
-NOT_FINITE = (
-    "the model returns features or scores that are not finite: try --precision float32; if that "
-    "does not help, the weights are damaged"
-)
-
-
-def require_finite(values: Tensor) -> Tensor:
-    """Return logits or scores; raise NotFiniteError if any is NaN or infinite."""
-    # `argmax` and `topk` of NaN would still return an index.
-    if not bool(values.isfinite().all()):
-        raise NotFiniteError(NOT_FINITE)
+def require_finite(values: Values) -> Values:
+    """Return features, logits or scores; raise NotFiniteError if any is NaN or infinite."""
+    # `argmax` and `topk` of NaN would still return an index, and NaN has no rank.
+    is_finite = values.isfinite() if isinstance(values, Tensor) else np.isfinite(values)
+    if not bool(is_finite.all()):
+        raise NotFiniteError(
+            "the model returns features or scores that are not finite: try --precision float32; if "
+            "that does not help, the weights are damaged"
+        )
     return values
 
 

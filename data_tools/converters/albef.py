@@ -194,24 +194,22 @@ def _refcoco_samples(
     """Yield a sample per image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    numbered_rows: list[tuple[int, _RefcocoRow]] = []
     num_rows = 0  # of the lists before
     for path in paths:
         rows = list(json_rows(path, faults))
         for number, row in parse_numbered_rows(rows, _RefcocoRow, faults):
-            numbered_rows.append((num_rows + number, row))
+            reference_box = boxes.get(row.ref_id)
+            box = row.bbox if reference_box is None else reference_box.box
+            if box is None:
+                kind = "expression without a box (give --refs and --instances)"
+                faults.append(Fault(kind, f"{path}, ref_id {row.ref_id}: {row.text}"))
+                continue
+            if reference_box is not None:
+                sizes[row.image] = reference_box.size
+            expression_id = str(num_rows + number)
+            expression = Expression(id=expression_id, text=row.text, box=box, ref_id=row.ref_id)
+            expressions.setdefault(row.image, []).append(expression)
         num_rows += len(rows)
-    for number, row in numbered_rows:
-        reference_box = boxes.get(row.ref_id)
-        box = row.bbox if reference_box is None else reference_box.box
-        if box is None:
-            kind = "expression without a box (give --refs and --instances)"
-            faults.append(Fault(kind, f"ref_id {row.ref_id}: {row.text}"))
-            continue
-        if reference_box is not None:
-            sizes[row.image] = reference_box.size
-        expression = Expression(id=str(number), text=row.text, box=box, ref_id=row.ref_id)
-        expressions.setdefault(row.image, []).append(expression)
     for image, image_expressions in expressions.items():
         content: dict[str, Any] = {"expressions": image_expressions}
         if proposals is not None:

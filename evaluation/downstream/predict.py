@@ -52,17 +52,16 @@ def predict(
 ) -> Predictions:
     """Predict every item of shard folders; the same for any number of ranks."""
     source = load_for_evaluation(folder) if has_task(folder) else load_model(folder)
-    kind = source.kind if isinstance(source, Downstream) else "grounding"
-    evaluation = get_evaluation(kind)
-    rows, skipped = (
-        evaluation.predictions(source, shards, options)
-        if isinstance(source, Downstream)
-        else _predict_boxes(source, folder, shards, options)
-    )
+    if isinstance(source, Downstream):
+        evaluation = get_evaluation(source.kind)
+        rows, skipped = evaluation.predictions(source, shards, options)
+    else:
+        evaluation = get_evaluation("grounding")
+        rows, skipped = _predict_boxes(source, folder, shards, options)
     # Predictions hold neither annotations nor scores.
     hidden = (*evaluation.hidden, "scores")
     cut = evaluation.count_cut(source.text, rows)
-    return Predictions(kind, drop_fields(rows, hidden), skipped, cut)
+    return Predictions(evaluation.kind, drop_fields(rows, hidden), skipped, cut)
 
 
 def write_official(path: Path, predictions: Predictions) -> None:

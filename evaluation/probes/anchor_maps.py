@@ -205,7 +205,7 @@ def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tenso
     else:
         groups = model.config.cross.anchor.groups
         similarity = group_similarity(image.tokens.float(), text.tokens.float(), groups)[0]
-    require_finite(similarity.cpu().numpy())
+    require_finite(similarity)
     return _by_token(model, (similarity >= model.anchor_threshold).float())
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from evaluation.results import Figure, figures_by_stage
+from evaluation.results import Figure, figures_by_stage, reranked_top
 from evaluation.samples import EvaluationError
 from vlp.config import parse_yaml
 from vlp.io import parse_json, redact_values
@@ -208,8 +208,10 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
             else {"": dict(_figures(figures, ""))}
         )
         values = [v for stage in variants.values() for figure in stage.values() for v in figure]
-        if not values or not all(map(math.isfinite, values)):
-            raise ValueError("it has no figures, or figures that are not finite")
+        if not values:
+            raise ValueError("it has no figures")
+        if not all(map(math.isfinite, values)):
+            raise ValueError("it has figures that are not finite")
         return StoredResult(
             kind=content["task"],
             variants=variants,
@@ -225,10 +227,8 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
 
 
 def _by_label(stages: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
-    # A query has fewer candidates in small collections.
-    rerank = content.get("rerank")
-    candidates = max(content.get("images") or 0, content.get("texts") or 0)
-    top = min(rerank, candidates) if rerank and candidates else rerank
+    rerank, images, texts = (content.get(name) or 0 for name in ("rerank", "images", "texts"))
+    top = reranked_top(rerank, images, texts) if images or texts else rerank
     labels = {"dual": "dual encoder", "rerank": f"re-ranked top {top}"}
     return {labels.get(stage, stage): figures for stage, figures in stages.items()}
 

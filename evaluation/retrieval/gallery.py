@@ -72,7 +72,7 @@ class Gallery:
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
             similarities = similarity(query.feature, self.collection.image_features)[0]
-            require_finite(similarities.cpu().numpy())
+            require_finite(similarities)
             order = torch.argsort(similarities, descending=True, stable=True)
             nearest, hits = order[: max(top, rerank)].tolist(), []
             for start in range(0, len(nearest[:rerank]), _MATCH_BATCH):
@@ -97,4 +97,4 @@ class Gallery:
         query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
         with evaluation_autocast(self.encoder.device, self.encoder.precision):
             log_odds = self.loaded.model.match(images, query.select(query_row))
-        return require_finite(log_odds.float().cpu().numpy()).tolist()
+        return require_finite(log_odds.float()).tolist()

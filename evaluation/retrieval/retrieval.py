@@ -14,7 +14,15 @@ from tqdm import tqdm
 from evaluation.encoder import GIBIBYTE, PADDING, Collection, Encoder, require_finite
 from evaluation.jobs import BANK_TEMPERATURE
 from evaluation.options import EvalOptions
-from evaluation.results import ARROWS, Figure, Result, Table, cut_notes, untrained_match_notes
+from evaluation.results import (
+    ARROWS,
+    Figure,
+    Result,
+    Table,
+    cut_notes,
+    reranked_top,
+    untrained_match_notes,
+)
 from evaluation.retrieval.query_bank import normalised_features
 from evaluation.retrieval.rerank import (
     EncodedBlocks,
@@ -223,21 +231,18 @@ class RetrievalResult(Result):
         for direction in DIRECTIONS:
             for stage in self.stages:
                 cells = [self.figures[stage, direction, column].percent() for column in columns]
-                rows.append([f"{ARROWS[direction]}, {self._label(stage, direction)}", *cells])
+                rows.append([f"{ARROWS[direction]}, {self._label(stage)}", *cells])
             chances = [self.figures["dual", direction, column].chance for column in columns]
             rows.append([f"{ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
-            rows.append(
-                [f"both, {self._label(stage, 'both')}", "", "", "", self.mean(stage).percent()]
-            )
+            rows.append([f"both, {self._label(stage)}", "", "", "", self.mean(stage).percent()])
         title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"
         return Table(title, ["", *columns], rows, self.table_notes())
 
-    def _label(self, stage: Stage, direction: Direction | Literal["both"]) -> str:
+    def _label(self, stage: Stage) -> str:
         """Return a stage's name, with the number of re-ranked candidates of a query."""
-        images, texts = self.counts["images"], self.counts["texts"]
-        candidates = {"text_to_image": images, "image_to_text": texts}
-        top = min(self.facts["rerank"] or 0, candidates.get(direction, max(images, texts)))
+        rerank = self.facts["rerank"] or 0
+        top = reranked_top(rerank, self.counts["images"], self.counts["texts"])
         if stage == "match":
             return f"top {top} by the match score alone"
         return f"re-ranked top {top}" if stage == "rerank" else "dual encoder"
@@ -338,7 +343,7 @@ def evaluate_retrieval(
         score = "the match score alone"
         if temperature is not None:
             score = f"similarity / {temperature:.3g} + match score"
-        top = min(rerank, max(len(collection.samples), len(collection.captions)))
+        top = reranked_top(rerank, len(collection.samples), len(collection.captions))
         notes.append(f"The top {top} were re-ranked by {score}.")
         stage_losses = (
             f"{stage} {ARROWS[direction]} {list_loss[f'{stage}/{direction}']:.3f}"

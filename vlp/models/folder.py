@@ -259,10 +259,12 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
 def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]:
     """Note other options of an encoding, with which its trained tables compute something else."""
+    # `alignment` and `uniform` read the options of `anchor`.
+    common = [name for name in config.cross.position if name in trained_config.cross.position]
+    names = ("anchor" if name in ("alignment", "uniform") else name for name in common)
     pairs = [
         (f"cross.options.{name}", config.cross.options, trained_config.cross.options, name)
-        for name in config.cross.position
-        if name in trained_config.cross.position
+        for name in dict.fromkeys(names)
     ] + [
         (f"image.positions.{name}", config.image.positions, trained_config.image.positions, name)
         for name in config.image.positions

@@ -78,8 +78,9 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
         return is_positive
     links = pair_ids if links is None else links
     of_row = match_by_links(pair_ids, candidate_ids, links)
-    of_candidate = match_by_links(candidate_ids, pair_ids, links).mT
-    return is_positive | of_row | of_candidate
+    is_self = candidate_ids is pair_ids
+    of_candidate = of_row if is_self else match_by_links(candidate_ids, pair_ids, links)
+    return is_positive | of_row | of_candidate.mT
 
 
 def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:

@@ -10,12 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import (
-    candidate_cross_entropy,
-    match_by_links,
-    positives,
-    related,
-)
+from vlp.objectives.contrastive import candidate_cross_entropy, match_by_links, positives
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
@@ -121,13 +116,15 @@ def token_losses(
     )
     valid = valid & word_mask.any(-1)
     positive = positives(ids, ids)
-    candidates = valid[:, None, :] & (positive | ~related(ids, ids))
+    # Each pair links itself, so these hold all that `related` finds.
+    linked = match_by_links(ids, ids, ids)
+    candidates = valid[:, None, :] & (positive | ~(linked | linked.mT))
     images, texts = full_precision(image_tokens, text_tokens)
     response = word_response(texts.flatten(-3, -2), images, valid)
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
     word_count = word_mask.sum(-1).clamp(min=1)
     mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
-    of_image = match_by_links(ids, ids, ids).mT & valid[:, :, None] & valid[:, None, :]
+    of_image = linked.mT & valid[:, :, None] & valid[:, None, :]
     has_word = _images_with_word(word_ids, word_mask, of_image)
     return TokenLosses(
         _caption_loss(scale * mean_response.mT, positive, candidates, valid),

@@ -100,7 +100,7 @@ def test_expressions_without_boxes(shared, tmp_path, capsys):
     ]
     assert said_of(sample)["proposals"] == [[0, 0, 64, 32]]
     assert failures_of(tmp_path / "out") == {
-        "expression without a box (give --refs and --instances)": ["ref_id 2: dog 2"]
+        "expression without a box (give --refs and --instances)": [f"{path}, ref_id 2: dog 2"]
     }
     assert (
         converted(tmp_path, "refcoco", path, {image}, *files, "--annotations", *[str(path)] * 2)
