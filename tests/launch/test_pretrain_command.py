@@ -12,6 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.data.schema import Annotation
+from vlp.data.shards.sample_files import PausedDataError, UnreadableDataError
 from vlp.data.shards.shard_reader import ShardWriter, index_folder
 from vlp.training.checkpoints import verify
 from vlp.training.command import _explain, run_training
@@ -74,6 +75,9 @@ def test_memory_that_a_loader_lacks_is_named(capsys):
     assert len(output) == 2, output
     assert "signal: Killed; where memory ran out, lower the workers of the data or" in output[0]
     assert "(28); enlarge /dev/shm (docker run --shm-size), or lower the workers" in output[1]
+    for kind, remedy in (PausedDataError, "; paused: continue"), (UnreadableDataError, "=skip"):
+        _explain(kind("the store is away"))
+        assert remedy in capsys.readouterr().err
 
 
 def bad_shards(folder, good, bad, per_shard=1000):

@@ -24,6 +24,13 @@ POOLED_TOWER = {
     "patch_size": 14, "image_size": 56, "pool": 2,
 }  # fmt: skip
 
+OBJECT_CLASSES = ("circle", "square", "triangle", "cross", "star")
+DETECTION_MODEL = {
+    "backbone": {"name": "test_resnet", "norm": "group", "stage": 2},
+    "width": 32, "heads": 4, "intermediate": 64, "encoder_layers": 1, "decoder_layers": 2,
+    "queries": 4,
+}  # fmt: skip
+
 CAPTIONS = [
     "a small red circle left of a blue square",
     "a large green triangle above a red star",

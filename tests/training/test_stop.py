@@ -35,7 +35,7 @@ def outcome(script, *arguments):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize(
     ("phase", "told"), [("start", "before its first step"), ("training", "in the midst of a step")]
 )

@@ -134,15 +134,17 @@ def test_other_ranks_write_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_what_cannot_be_used_is_said_before_the_training(monkeypatch):
+def test_what_cannot_be_used_is_said_before_the_training(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"mlflow is not installed: pip install 'vlp\[track\]'"):
         require_trackers(["mlflow"])
     require_access(["tensorboard"])
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://nowhere")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
-    with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
-        require_access(["mlflow"])
+    run = RunFolder(tmp_path / "run", resume=False)
+    for act in lambda: require_access(["mlflow"]), lambda: open_trackers(["mlflow"], run, 0):
+        with pytest.raises(ConfigError, match=r"training\.trackers: mlflow cannot be used"):
+            act()
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from guard import Hang, guarded
 from mutations import mutated
+from raw_images import files_of
 from readers import READERS
 
 COUNT = int(os.environ.get("VLP_FUZZ", "10000"))
@@ -32,11 +33,7 @@ def good_files(name, variant):
         folder = Path(place) / str(variant)
         folder.mkdir()
         READERS[name].make(folder)
-        return {
-            str(path.relative_to(folder)): path.read_bytes()
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
+        return files_of(folder)
 
 
 def targets(name, files):

@@ -54,7 +54,8 @@ def test_columns_that_are_not_known(suffix, tmp_path, refused):
     table = [{"which": name, "what": "a dog"} for name in images()]
     path = tmp_path / f"table.{suffix}"
     path.write_bytes(as_csv(table) if suffix == "csv" else as_lines(table))
-    for *options, kind in ["columns of images"], ["--image", "which", "column of captions"]:
+    wrong = ["--caption", "waht", "column 'waht'"]
+    for *options, kind in ["columns of images"], ["--image", "which", "column of captions"], wrong:
         assert f"no {kind}" in refused(path, *options)
     table = [
         {"image": f"{n}.jpg", "caption": "a"} | ({"split": "test"} if n == 60 else {})
@@ -82,7 +83,7 @@ def test_images_that_are_elsewhere(tmp_path, refused):
     assert sum(manifest["samples"] for manifest in counted) == 6
 
 
-def test_images_that_come_later_stay_on_their_side(tmp_path):
+def test_images_that_come_later_stay_on_their_side(tmp_path, capsys):
     """A missing image is dealt by its name, and by its bytes it would often go elsewhere."""
     photos = tmp_path / "photos"
     write(photos, {f"{n}.jpg": encoded(photo(n)) for n in range(0, 40, 2)})
@@ -94,6 +95,8 @@ def test_images_that_come_later_stay_on_their_side(tmp_path):
     for tried in (range(1, 40, 4), range(3, 40, 4), range(1)):
         write(photos, {f"{n}.jpg": encoded(photo(n)) for n in tried})
         assert main([*command, "--retry"]) == 0
+    assert main([*command, "--name", "other"]) == 2
+    assert "choose another --out, pass --name table, or" in capsys.readouterr().err
     found = [ShardIndex.open(tmp_path / "out" / split) for split in ("train", "val", "test")]
     assert sum(index.shards.total for index in found) == 40
 

@@ -18,6 +18,7 @@ from evaluation.downstream.submissions import (
     write_snli_ve,
     write_vqa,
 )
+from evaluation.options import EvalOptions
 from evaluation.samples import EvaluationError
 from vlp.data.schema import Annotation, Expression
 from vlp.data.shards.shard_reader import ShardWriter
@@ -68,6 +69,8 @@ def test_snli_ve_and_nlvr2(folders, tmp_path):
     assert [row["pairID"] for row in rows] == [one.pairID for one in pairs]
     own = predict(folders["snli_ve"], [shards]).rows
     assert [row["label"] for row in rows] == [row["prediction"] for row in own]
+    first = predict(folders["snli_ve"], [shards], EvalOptions(limit=2)).rows
+    assert [row["key"] for row in first] == [row["key"] for row in own[:2]]
     shards = tmp_path / "nlvr2"
     with ShardWriter(shards, samples_per_shard=5) as writer:
         for n in range(3):

@@ -107,6 +107,7 @@ def test_maps_and_anchors_are_images_of_the_image(tried, monkeypatch):
 def test_mistakes_are_told_to_the_person(tried, task_folders, red):
     for act in (
         lambda: tried.search("  "),
+        lambda: tried.search(TEXT, top=0),
         lambda: tried.ground(None, "a"),
         lambda: tried.match(red, "a " * 50_001),
         lambda: ModelSession(task_folders["plain"]).search("a red circle"),

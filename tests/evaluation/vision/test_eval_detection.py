@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from PIL import Image
+from tests_support import DETECTION_MODEL, OBJECT_CLASSES
 
 from evaluation.options import EvalOptions
 from evaluation.vision.detection import evaluate
@@ -12,12 +13,6 @@ from vlp.tasks.detection.data import open_objects
 from vlp.tasks.detection.model import Detections
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask
 
-CLASSES = ("circle", "square", "triangle", "cross", "star")
-MODEL = {
-    "backbone": {"name": "test_resnet", "norm": "group", "stage": 2},
-    "width": 32, "heads": 4, "intermediate": 64, "encoder_layers": 1, "decoder_layers": 2,
-    "queries": 4,
-}  # fmt: skip
 SCENES = {"format": "scenes", "count": 8}
 
 
@@ -25,7 +20,7 @@ def config(position="learned-2d", source=SCENES, **data):
     options = {"deviation": 1.0} if position == "learned-2d" else {}
     return DetectionConfig.model_validate(
         {
-            "model": {**MODEL, "positions": [{"name": position, "options": options}]},
+            "model": {**DETECTION_MODEL, "positions": [{"name": position, "options": options}]},
             "data": {"train": source, "test": source, "sizes": [48], "multiple": 8,
                      "hflip": False, **data},
         }
@@ -62,7 +57,7 @@ class Oracle(torch.nn.Module):
 @pytest.mark.parametrize(("limit", "workers"), [(None, None), (5, None), (None, 2)])
 def test_right_answers_have_full_precision_at_every_size(limit, workers):
     source = {"format": "scenes", "count": 21, "split": "val"}
-    task = DetectionTask(config(test=source, test_sizes=[48, 80]), CLASSES)
+    task = DetectionTask(config(test=source, test_sizes=[48, 80]), OBJECT_CLASSES)
     images = open_objects(task.config.data.test, 48)
     order = range(21) if limit is None else (0, 5, 10, 15, 20)
     task.model = Oracle(images, [*order, *order])
@@ -77,7 +72,7 @@ def test_right_answers_have_full_precision_at_every_size(limit, workers):
 
 @pytest.mark.parametrize("name", ["learned-2d", "learned-1d", "irpe-quantization"])
 def test_sizes_that_an_encoding_cannot_serve_are_refused_by_name(name):
-    task = DetectionTask(config(name, test_sizes=[64]), CLASSES)
+    task = DetectionTask(config(name, test_sizes=[64]), OBJECT_CLASSES)
     with pytest.raises(ConfigError, match=f"images of size 64: {name} "):
         evaluate(task, EvalOptions(limit=2))
 
@@ -118,12 +113,12 @@ def test_bad_test_images_are_named_and_a_bad_box_costs_itself(tmp_path, caplog):
             {"id": n, "image_id": 1, "category_id": 1, "bbox": box}
             for n, box in enumerate(([60, 0, 40, 10], [64, 0, 9, 9], [5, 5, 9, 9]))
         ],
-        "categories": [{"id": n, "name": name} for n, name in enumerate(CLASSES, 1)],
+        "categories": [{"id": n, "name": name} for n, name in enumerate(OBJECT_CLASSES, 1)],
     }
     file = tmp_path / "instances.json"
     file.write_text(json.dumps(content))
     source = {"format": "coco", "annotations": str(file), "images": str(tmp_path)}
-    task = DetectionTask(config("irpe-product", source, longest=64), CLASSES)
+    task = DetectionTask(config("irpe-product", source, longest=64), OBJECT_CLASSES)
     assert "AP" in evaluate(task, EvalOptions())
     assert "1 box outside its image: annotation 1 [64.0, 0.0, 9.0, 9.0]" in caplog.text
     Image.new("RGB", (32, 64)).save(tmp_path / "a.png")

@@ -1,24 +1,19 @@
 import pytest
 import torch
+from tests_support import DETECTION_MODEL, OBJECT_CLASSES
 
 from vlp.config import ConfigError
 from vlp.tasks.detection.data import DetectionBatch
 from vlp.tasks.detection.loss import set_losses
 from vlp.tasks.detection.task import DetectionConfig, DetectionTask, build
 
-CLASSES = ("circle", "square", "triangle", "cross", "star")
-MODEL = {
-    "backbone": {"name": "test_resnet", "norm": "group", "stage": 2},
-    "width": 32, "heads": 4, "intermediate": 64, "encoder_layers": 1, "decoder_layers": 2,
-    "queries": 4,
-}  # fmt: skip
 PLACES = {"name": "learned-2d", "options": {"deviation": 1.0}}
 
 
 def config(positions=(), data=(), model=(), **options):
     scenes = {"format": "scenes", "count": 8}
     plain = {
-        "model": {**MODEL, "positions": list(positions), **dict(model)},
+        "model": {**DETECTION_MODEL, "positions": list(positions), **dict(model)},
         "data": {"train": scenes, "test": scenes, "sizes": [48], "multiple": 8, "hflip": False,
                  **dict(data)},
     }  # fmt: skip
@@ -39,7 +34,7 @@ def batch(*counts, side=32):
 def test_the_loss_is_the_sum_over_layers():
     torch.manual_seed(0)
     weights = {"classes": 0.5, "l1": 3.0, "giou": 4.0, "no_object": 0.2}
-    task = DetectionTask(config([PLACES], loss=weights), CLASSES)
+    task = DetectionTask(config([PLACES], loss=weights), OBJECT_CLASSES)
     given = batch(2, 0, 3)
     out = task(given, 0)
     layers = set_losses(
@@ -60,8 +55,8 @@ def test_the_loss_is_the_sum_over_layers():
 
 def test_auxiliary_losses_are_optional():
     torch.manual_seed(0)
-    both = DetectionTask(config([PLACES]), CLASSES)
-    last = DetectionTask(config([PLACES], loss={"auxiliary": False}), CLASSES)
+    both = DetectionTask(config([PLACES]), OBJECT_CLASSES)
+    last = DetectionTask(config([PLACES], loss={"auxiliary": False}), OBJECT_CLASSES)
     last.load_state_dict(both.state_dict())
     given = batch(2, 1)
     one, other = both(given, 0), last(given, 0)
@@ -72,7 +67,7 @@ def test_auxiliary_losses_are_optional():
 
 
 def test_batches_without_objects_have_finite_gradients():
-    task = DetectionTask(config([PLACES]), CLASSES)
+    task = DetectionTask(config([PLACES]), OBJECT_CLASSES)
     out = task(batch(0, 0), 0)
     out.loss.backward()
     for name, parameter in task.named_parameters():
@@ -84,7 +79,7 @@ def test_batches_without_objects_have_finite_gradients():
 
 def test_a_loaded_folder_asks_for_no_public_weights():
     settings = config(model={"backbone": {"name": "test_resnet", "pretrained": True}})
-    task = DetectionTask.restore(settings, {"classes": list(CLASSES)})
+    task = DetectionTask.restore(settings, {"classes": list(OBJECT_CLASSES)})
     assert not task.config.model.backbone.pretrained
 
 

@@ -185,7 +185,7 @@ def test_the_evaluators_figures(shared, version):
 @pytest.mark.parametrize(
     ("agree", "other", "value"),
     [(1, 0, 1), (0, 1, 0), (2, 0, 1), (1, 1, 1 / 2), (3, 0, 1), (2, 1, 2 / 3), (1, 2, 1 / 3),
-     (4, 0, 1), (3, 1, 3 / 4), (2, 2, 1 / 2)],
+     (4, 0, 1), (3, 1, 3 / 4), (2, 2, 1 / 2), (3, 7, 0.9), (2, 8, 0.6)],
 )  # fmt: skip
 def test_few_people(agree, other, value):
     answers = [("yes", agree), ("no", other)]
