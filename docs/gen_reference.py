@@ -74,9 +74,6 @@ def on_files(files: Any, config: Any) -> Any:
         # In a search the pages that people wrote come first.
         content = f"---\nsearch:\n  boost: 0.3\n---\n\n{text}"
         files.append(File.generated(config, path, content=content))
-    for image in ABLATIONS.glob("*.png"):
-        place = f"results/ablation/{image.name}"
-        files.append(File.generated(config, place, abs_src_path=str(image)))
     return files
 
 
@@ -105,30 +102,21 @@ def _package_of(path: str) -> str:
 
 
 def _ablation_pages() -> dict[str, str]:
-    """Return findings and the tables of each ablation with stored figures.
-
-    They have no links to files outside the site.
-    """
+    """Return a page with the tables of each ablation that has stored figures, by its path."""
     from evaluation.ablations.config import AblationConfig, ResultsConfig
     from evaluation.ablations.tables import lay_out, read_figures
     from vlp.config import load_config
 
-    link = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?:)[^)]*\)")
     pages = {}
     for name, result in load_config(ABLATIONS / "tables.yaml", ResultsConfig).tables.items():
-        figures, file = ABLATIONS / f"{name}.csv", ABLATIONS / f"{name}.md"
+        figures = ABLATIONS / f"{name}.csv"
         if result.ablation is not None and figures.is_file():
-            said = file.read_text("utf-8") if file.is_file() else f"# {name}\n"
             source = ABLATIONS.parent / result.ablation
-            config, frame = (
-                load_config(source, AblationConfig, result.overrides),
-                read_figures(figures),
-            )
-            again = f"{result.about} Again: `vlp reproduce {name}`."
+            config = load_config(source, AblationConfig, result.overrides)
+            frame = read_figures(figures)
             tables = [lay_out(table, frame).markdown() for table in config.tables]
-            pages[f"results/ablation/{name}.md"] = "\n\n".join(
-                [link.sub(r"\1", said), again, *tables]
-            )
+            about = f"{result.about} Command: `vlp reproduce {name}`."
+            pages[f"results/ablation/{name}.md"] = "\n\n".join([f"# {name}", about, *tables])
     return dict(sorted(pages.items()))
 
 

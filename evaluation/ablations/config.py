@@ -46,7 +46,7 @@ class TrainingConfig(Config):
 class VariantConfig(Config):
     """One row of the grid: overrides of the training configuration."""
 
-    overrides: Overrides = Field({}, description="by dotted key")
+    overrides: Overrides = Field({}, description="by dotted key; {seed} is the run's seed")
     seeds: int | None = Field(None, ge=2, description="only the first so many; null: all")
 
 

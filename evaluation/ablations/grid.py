@@ -87,6 +87,7 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
         overrides = {**config.training.overrides, **config.variants[name].overrides}
         overrides |= {"training.seed": seed, "output": str(folder)}
         changes = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        changes = [change.replace("{seed}", str(seed)) for change in changes]
         command = [*VLP, *subcommand, "--config", str(file), "--ranks", "1", "--resume", *changes]
         runs.append(Run(f"{name}/{seed}", folder, command, file, changes, schema))
     return runs

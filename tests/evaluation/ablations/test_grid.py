@@ -37,7 +37,7 @@ PLAIN = {
     "variants": {
         "few": {"seeds": 2},
         "none": {"overrides": {"training.steps": 3}},
-        "ape": {"overrides": {"task.model.absolute": "keep"}},
+        "ape": {"overrides": {"task.model.absolute": "keep", "init_from": "start/{seed}"}},
     },
     "tables": [TABLE],
 }
@@ -55,7 +55,7 @@ def test_main_rows_come_first_and_seed_by_seed(config):
     ]  # fmt: skip
     assert runs[0].command[:4] == [*VLP, "train"]
     assert {"training.steps=3", "training.seed=0"} <= set(runs[0].changes)
-    assert {"training.steps=5", 'task.model.absolute="keep"'} <= set(runs[1].changes)
+    assert {"training.steps=5", 'init_from="start/1"'} <= set(runs[3].changes)
     assert set(runs[1].changes) < set(runs[1].command)
     assert runs[0].read().training.steps == 3
     assert [run.name for run in plan(config, SOURCE, ["ape"])] == ["ape/0", "ape/1", "ape/2"]
