@@ -209,7 +209,7 @@ class FeatureWriter:
         """Write the missing shards with all ranks, `batch` views at once; returns their total."""
         with ExitStack() as stack:
             # Rank 0 holds the lock while all ranks write.
-            state: tuple[str | None, list[ShardId]] = distributed.from_rank_0(
+            state: tuple[str | None, list[ShardId]] = distributed.broadcast_object(
                 self._open_folder(stack) if distributed.rank() == 0 else None
             )
             problem, missing = state
@@ -232,7 +232,7 @@ class FeatureWriter:
         with open_loader(loader) as views, tqdm(total=total, unit="image", disable=quiet) as bar:
             for shard, shard_blocks in zip(shards, blocks_by_shard):
                 bad += self._write_shard(*shard, islice(views, len(shard_blocks)), bar)
-        counts = distributed.gather_to_all(WriteCounts(total, bad))
+        counts = distributed.all_gather_object(WriteCounts(total, bad))
         return WriteCounts(*map(sum, zip(*counts)))
 
     def _open_folder(self, stack: ExitStack) -> tuple[str | None, list[ShardId]]:

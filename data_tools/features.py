@@ -39,7 +39,7 @@ def features(
     from data_tools.feature_writer import feature_writer
     from vlp import distributed
     from vlp.training.config import PretrainConfig
-    from vlp.training.engines.environment import advise
+    from vlp.training.engines.environment import warn_if_emulated
 
     require_positive(views=views, batch=batch)
     changes = [*tower_overrides(image_tower, text_tower), *(overrides or ())]
@@ -48,7 +48,7 @@ def features(
     if settings.data.epoch_samples is not None:
         raise ConfigError("data.epoch_samples: features are stored by index; it must be null")
     with distributed.process_group():
-        advise("--precision", precision)
+        warn_if_emulated("--precision", precision)
         writer = feature_writer(settings, out, views, dtype, precision)
         counts = writer.write(batch, settings.data.workers)
         if distributed.rank() == 0:

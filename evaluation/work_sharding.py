@@ -60,7 +60,9 @@ class ProcessGroup(NamedTuple):
                 raise failure
             return [local[block] for block in range(count)]
         # Also after an error, as the other ranks wait in this collective call.
-        gathered = distributed.gather_to_all((local, None if failure is None else repr(failure)))
+        gathered = distributed.all_gather_object(
+            (local, None if failure is None else repr(failure))
+        )
         if failure is not None:
             raise failure
         for rank, (_, message) in enumerate(gathered):

@@ -37,7 +37,7 @@ from vlp.objectives.canonical_correlation import (
     mean_reciprocal_rank,
 )
 from vlp.training.config import PretrainConfig
-from vlp.training.engines.environment import advise, prepare_environment
+from vlp.training.engines.environment import prepare_environment, warn_if_emulated
 
 FEATURE_BATCH = 64
 SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -67,7 +67,7 @@ def align(
         raise ConfigError(f"--shrinkage {shrinkage}: it must be above 0")
     # Before any image is encoded, so that an unusable configuration fails at once.
     task, data = build(config)
-    advise("training.precision", config.training.precision)
+    warn_if_emulated("training.precision", config.training.precision)
     total = data.batches_left(0, epochs)
     if not task.model.image_encoder.frozen or not _repeats_images(config, data, total):
         return _align(config, task, data, total, out, shrinkage)

@@ -46,8 +46,8 @@ def start(
 ) -> None:
     """Join the other ranks by the launcher's environment variables.
 
-    timeout: of collective calls; start_group: starts the process group (`start_deepspeed`); None:
-    PyTorch's own function, with NCCL or Gloo.
+    timeout: limit of collective calls. start_group: function that starts the process group, such as
+    `start_deepspeed`; None: PyTorch's, with NCCL or Gloo.
     """
     global _cpu_group
     # Collectives that the flight recorder of NCCL and Gloo remembers (`last_calls`).
@@ -211,8 +211,8 @@ class _Gather(torch.autograd.Function):
         return local_gradient
 
 
-def on_rank_0(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors on the CPU, on rank 0; empty on other ranks."""
+def rank_0_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of rank 0's tensors on its CPU; empty on other ranks."""
     if rank() > 0:
         return {}
     return {name: host_copy(tensor.detach()) for name, tensor in tensors.items()}
@@ -224,7 +224,7 @@ def host_copy(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", **options).copy_(x)
 
 
-def pass_on(tensors: list[Tensor]) -> list[Tensor]:
+def ring_exchange(tensors: list[Tensor]) -> list[Tensor]:
     """Send tensors to the next rank of a ring and return the previous rank's tensors.
 
     Collective, with equal shapes and dtypes on all ranks; without gradients.
@@ -270,17 +270,17 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 @_waiting()
-def from_rank_0(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Return rank 0's picklable value, on every rank."""
     if world_size() == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=_cpu_group)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=_cpu_group)
+    return values[0]
 
 
 @_waiting()
-def gather_to_all(value: Any) -> list[Any]:
+def all_gather_object(value: Any) -> list[Any]:
     """Return every rank's picklable value, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
@@ -300,14 +300,14 @@ def raise_on_all_ranks(kind: type[ValueError]) -> Iterator[None]:
         yield
     except kind as error:
         problem = str(error)
-    problems = [message for message in gather_to_all(problem) if message is not None]
+    problems = [message for message in all_gather_object(problem) if message is not None]
     if problems:
         raise kind("\n".join(dict.fromkeys(problems)))
 
 
 @_waiting()
-def tensor_from_rank_0(tensor: Tensor) -> Tensor:
-    """Overwrite a CPU tensor, of one shape and dtype on all ranks, by rank 0's, and return it."""
+def broadcast_tensor(tensor: Tensor) -> Tensor:
+    """Overwrite a CPU tensor by rank 0's of the same shape and dtype, and return it; collective."""
     if world_size() > 1:
         dist.broadcast(tensor, src=0, group=_cpu_group)
     return tensor
@@ -324,9 +324,9 @@ def broadcast_tensors(path: Path | None) -> Iterator[tuple[str, Tensor]]:
         for name in file.keys():  # noqa: SIM118 (not a mapping)
             header = file.get_slice(name)
             headers.append((name, header.get_shape(), header.get_dtype()))
-    for name, shape, dtype in from_rank_0(headers):
+    for name, shape, dtype in broadcast_object(headers):
         if file is not None:
             tensor = file.get_tensor(name)
         else:
             tensor = torch.empty(shape, dtype=_DTYPES[dtype])
-        yield name, tensor_from_rank_0(tensor)
+        yield name, broadcast_tensor(tensor)

@@ -61,12 +61,12 @@ def test_a_rank_that_fails_ends_the_others():
 
 THREADS = """
 from pathlib import Path
-from vlp.distributed import gather_to_all, process_group
+from vlp.distributed import all_gather_object, process_group
 def threads():
     return {file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")}
 with process_group():
     import torch.distributed.fsdp  # as late as commands import what loads a model
-    gather_to_all("value")
+    all_gather_object("value")
     print("pt_gloo_runloop" in threads())
 print(any("gloo" in name for name in threads()))
 """

@@ -113,7 +113,7 @@ FINE_TUNING = FinetuneConfig.model_validate(
 def test_a_node_may_have_its_own_places_alone(monkeypatch, config, key, value, refused):
     values = changed(key, value, config.model_dump(mode="json"))
     other = dict(_leaves(values)), {"source 0": "a"}
-    monkeypatch.setattr(distributed, "from_rank_0", lambda value: other)
+    monkeypatch.setattr(distributed, "broadcast_object", lambda value: other)
     with pytest.raises(ConfigError, match=key) if refused else nullcontext():
         require_same_on_all_ranks(config, {"source 0": "a"})
     with pytest.raises(ConfigError, match="source 0 of the data is not that of rank 0"):

@@ -2,16 +2,16 @@ import time
 
 from vlp.training.watchdog import HangDetector, Heartbeat, Watchdog
 
-FIRST = Heartbeat(1, "node-a", 6, 20, "forward", 0.5, False, waits=True)
+FIRST = Heartbeat(1, "node-a", 6, 20, "forward", 0.5, False, is_waiting=True)
 
 
 def after(sign, seconds, number=2):
-    return sign._replace(number=number, seconds=sign.seconds + seconds, hangs=seconds > 10)
+    return sign._replace(number=number, seconds=sign.seconds + seconds, is_hanging=seconds > 10)
 
 
 def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
     detector = HangDetector(10)
-    other = FIRST._replace(host="node-b", phase_count=19, phase="data", waits=False)
+    other = FIRST._replace(host="node-b", phase_count=19, phase="data", is_waiting=False)
     assert detector.update([FIRST, other], 0.0) == ([], False)
     assert detector.update([after(FIRST, 9), other], 9.0) == ([], False)
     said, hangs = detector.update([after(FIRST, 11, 3), other], 11.0)
@@ -25,8 +25,11 @@ def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
 
 def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
     for behind, told in (
-        ({"phase_count": 19, "phase": "data", "waits": False}, "rank 2 (node-a) in data; the o"),
-        ({"waits": False}, "rank 2 (node-a) in forward; the others wait"),
+        (
+            {"phase_count": 19, "phase": "data", "is_waiting": False},
+            "rank 2 (node-a) in data; the o",
+        ),
+        ({"is_waiting": False}, "rank 2 (node-a) in forward; the others wait"),
         ({}, "rank 0 (node-a), 1 (node-a), 2 (node-a) in forward"),
     ):
         detector = HangDetector(10)
@@ -53,14 +56,14 @@ def test_phases_are_counted_with_their_longest_time(tmp_path):
     for phase in ("data", "forward", "data"):
         watchdog.enter(phase)
     [sign] = watchdog._exchange(None, 4)
-    assert (sign.number, sign.step, *sign[3:5], sign.waits) == (4, 0, 3, "data", False)
+    assert (sign.number, sign.step, *sign[3:5], sign.is_waiting) == (4, 0, 3, "data", False)
     watchdog._phase_start -= 50
-    assert watchdog._exchange(None, 5)[0].hangs
+    assert watchdog._exchange(None, 5)[0].is_hanging
     watchdog._longest["data"] = 20.0  # it always takes long
-    assert not watchdog._exchange(None, 6)[0].hangs
+    assert not watchdog._exchange(None, 6)[0].is_hanging
     watchdog._phase = "save"
     watchdog._phase_start -= 500
-    assert not watchdog._exchange(None, 7)[0].hangs
+    assert not watchdog._exchange(None, 7)[0].is_hanging
 
 
 def test_a_hang_of_one_rank_is_said_and_its_stacks_are_written(tmp_path):

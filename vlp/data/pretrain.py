@@ -86,7 +86,11 @@ class BatchRow(NamedTuple):
 
 
 class CaptionedSamples(Dataset[BatchRow]):
-    """Map-style dataset of rows; random choices depend on (seed, epoch, index, purpose)."""
+    """Map-style dataset of rows; random choices depend on (seed, epoch, index, purpose).
+
+    every_caption: positions in a shard count (image, caption) pairs instead of samples. features:
+    replace decoded images.
+    """
 
     def __init__(
         self,
@@ -135,7 +139,8 @@ class CaptionedSamples(Dataset[BatchRow]):
     ) -> Callable[[], BatchRow]:
         """Return a function that decodes the pixels of a sample's row and returns the row.
 
-        All else is done at once; the sample is read unless `raw` is given.
+        Other tensors are computed at once. `raw` saves reading the sample; a BadSample gives an
+        empty row.
         """
         try:
             if isinstance(raw, BadSample):
@@ -174,10 +179,10 @@ class CaptionedSamples(Dataset[BatchRow]):
         caption = captions[caption_index]
         image = EncodedImage(raw.image, raw.where)
         tokens = self.text([caption])
-        ids, words = tokens.text_ids[0], tokens.word_mask[0]
-        masked, labels = self._mask_words(ids, words, rng)
-        # Captions are equal if their ids are: the truncated part and [UNK] make no difference.
-        is_whole = ids[-1] == self.text.pad_id and not (ids == self.text.unk_id).any()
+        text_ids, word_mask = tokens.text_ids[0], tokens.word_mask[0]
+        mlm_ids, mlm_labels = self._mask_words(text_ids, word_mask, rng)
+        # Captions with equal ids are equal: the model sees neither truncated nor unknown words.
+        is_whole = text_ids[-1] == self.text.pad_id and not (text_ids == self.text.unk_id).any()
         visible_caption = caption if is_whole else self.text.visible_text(caption)
         if self.features is None:
             load_pixels = self.transform.prepare(image, rng("augment"), caption)
@@ -189,11 +194,11 @@ class CaptionedSamples(Dataset[BatchRow]):
             load_pixels = partial(stored.read, shard, sample, int(rng("view").choice(views)))
         row = BatchRow(
             pixels=None,
-            text_ids=ids,
+            text_ids=text_ids,
             attention_mask=tokens.attention_mask[0],
-            word_mask=words,
-            mlm_ids=masked,
-            mlm_labels=labels,
+            word_mask=word_mask,
+            mlm_ids=mlm_ids,
+            mlm_labels=mlm_labels,
             mim_mask=self._mask_patches(rng),
             image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
@@ -205,8 +210,7 @@ class CaptionedSamples(Dataset[BatchRow]):
         return row, load_pixels
 
     def _sample_and_pair(self, index: SampleIndex) -> tuple[int, int | None]:
-        """Return a sample's number in its shard; with `captions: all` also its caption's index."""
-        # Positions count (image, caption) pairs with `captions: all`, else samples.
+        """Return a sample's number in its shard; with `every_caption` also its caption's index."""
         if not self.every_caption:
             return index.position, None
         ends = self.indices[index.source].caption_ends(index.shard)
@@ -218,26 +222,25 @@ class CaptionedSamples(Dataset[BatchRow]):
         if annotation.image_id is None:
             # Crawls hold an image under many names: equal bytes are the same image.
             return stable_hash("bytes", raw.image_digest)
-        # Two folders may hold the same image (COCO and Visual Genome do): the annotation's own
-        # source name comes before the folder's number.
-        # The word "picture" is hashed: renaming it changes all ids.
+        # The annotation's source name comes before the folder's number, as two folders may hold the
+        # same image (COCO and Visual Genome do). "picture" is hashed: renaming it changes all ids.
         return stable_hash("picture", annotation.source or source, annotation.image_id)
 
     def _mask_words(
-        self, ids: Tensor, words: Tensor, rng: Callable[[str], np.random.Generator]
+        self, text_ids: Tensor, word_mask: Tensor, rng: Callable[[str], np.random.Generator]
     ) -> tuple[Tensor, Tensor]:
         if self.inputs.word_masking is None:
-            return ids.clone(), torch.full_like(ids, IGNORED)
-        masked, labels = mask_words(
-            ids.numpy(),
-            words.numpy(),
+            return text_ids.clone(), torch.full_like(text_ids, IGNORED)
+        mlm_ids, mlm_labels = mask_words(
+            text_ids.numpy(),
+            word_mask.numpy(),
             self.inputs.word_masking,
             self.text.vocab_size,
             self.text.mask_id,
             self.text.special_ids,
             rng("mlm"),
         )
-        return torch.from_numpy(masked), torch.from_numpy(labels)
+        return torch.from_numpy(mlm_ids), torch.from_numpy(mlm_labels)
 
     def _word_patches(
         self, raw: RawSample, caption_index: int, caption: str, size: tuple[int, int]
@@ -262,14 +265,14 @@ class CaptionedSamples(Dataset[BatchRow]):
 
     def _empty_row(self, skip: SkippedSample | None) -> BatchRow:
         tokens = self.text([""])
-        ids = tokens.text_ids[0]
+        text_ids = tokens.text_ids[0]
         return BatchRow(
             pixels=None,
-            text_ids=ids,
+            text_ids=text_ids,
             attention_mask=tokens.attention_mask[0],
             word_mask=tokens.word_mask[0],
-            mlm_ids=ids.clone(),
-            mlm_labels=torch.full_like(ids, IGNORED),
+            mlm_ids=text_ids.clone(),
+            mlm_labels=torch.full_like(text_ids, IGNORED),
             mim_mask=torch.zeros(self.grid, dtype=torch.bool),
             image_id=NO_ID,
             uniform=torch.zeros(2, dtype=torch.float64),
@@ -283,7 +286,7 @@ class CaptionedSamples(Dataset[BatchRow]):
         """Stack rows into a batch."""
         patches = [row.word_patches for row in rows if row.word_patches is not None]
         return Batch(
-            pixels=self._pixels(rows),
+            pixels=self._stack_pixels(rows),
             text_ids=torch.stack([row.text_ids for row in rows]),
             attention_mask=torch.stack([row.attention_mask for row in rows]),
             word_mask=torch.stack([row.word_mask for row in rows]),
@@ -300,7 +303,7 @@ class CaptionedSamples(Dataset[BatchRow]):
             statistics=self.inputs.statistics,
         )
 
-    def _pixels(self, rows: Sequence[BatchRow]) -> Tensor:
+    def _stack_pixels(self, rows: Sequence[BatchRow]) -> Tensor:
         pixels = _empty_tensor((len(rows), *self._blank.shape), self._blank.dtype)
         for row, target in zip(rows, pixels):
             target.copy_(self._blank if row.pixels is None else row.pixels)
@@ -337,7 +340,7 @@ class ShardList:
 class ResampledSamples(IterableDataset[BatchRow]):
     """Endless rows of one rank from shards drawn with replacement, `buffer` samples shuffled.
 
-    Each of the rank's workers draws shards of its own.
+    Each worker of each rank draws its own shards.
     """
 
     def __init__(
@@ -346,24 +349,28 @@ class ResampledSamples(IterableDataset[BatchRow]):
         weights: Sequence[float],
         samples: CaptionedSamples,
         buffer: int,
-        start: tuple[int, int, int, int],  # seed, samples consumed, rank, ranks
+        consumed: int,
+        rank: int,
+        world_size: int,
     ) -> None:
-        self.lists, self.samples, self.buffer, self.start = lists, samples, buffer, start
+        self.lists, self.samples, self.buffer = lists, samples, buffer
+        self.consumed, self.rank, self.world_size = consumed, rank, world_size
         sizes = [len(shard_list.shards) for shard_list in lists]
         self._shards = [(source, n) for source, size in enumerate(sizes) for n in range(size)]
         self._weights = [weights[source] for source, _ in self._shards]
 
     def __iter__(self) -> Iterator[BatchRow]:
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        seed, consumed, rank, ranks = self.start
-        first, step = rank * workers + number, ranks * workers
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        # The number of a visit to a shard is unique among the workers of all ranks.
+        first, stride = self.rank * workers + worker, self.world_size * workers
         # A resumed run draws other shards: checkpoints do not hold the workers' buffers.
-        rng = random.Random(f"{seed} {consumed} {first} of {step}")
-        read = partial(self._read, rng, range(first, 2**62, step))
+        rng = random.Random(f"{self.samples.seed} {self.consumed} {first} of {stride}")
+        read = partial(self._read, rng, range(first, 2**62, stride))
         shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
-        for index, sample in webdataset.DataPipeline(read, shuffle):
-            yield self.samples.prepare(consumed, index, sample)()
+        for index, raw in webdataset.DataPipeline(read, shuffle):
+            # An endless stream has no epochs: the start's position keys the random numbers instead.
+            yield self.samples.prepare(self.consumed, index, raw)()
 
     def _read(
         self, rng: random.Random, visits: range
@@ -374,15 +381,15 @@ class ResampledSamples(IterableDataset[BatchRow]):
                 raise DataError(
                     f"{bad_shards} shards in a row hold no good sample, the last one: {problem}"
                 )
-            source, number = rng.choices(self._shards, self._weights)[0]
-            shard, outages = self.lists[source].shards[number], self.lists[source].outages
-            bad_shards, problem = bad_shards + 1, redact(shard)
-            for position, sample in enumerate(_read_shard(shard, outages)):
-                if isinstance(sample, RawSample):
+            source, shard = rng.choices(self._shards, self._weights)[0]
+            path, outages = self.lists[source].shards[shard], self.lists[source].outages
+            bad_shards, problem = bad_shards + 1, redact(path)
+            for position, raw in enumerate(_read_shard(path, outages)):
+                if isinstance(raw, RawSample):
                     bad_shards = 0
                 else:
-                    problem = str(sample)
-                yield SampleIndex(source, number, position, source_pass=visit), sample
+                    problem = str(raw)
+                yield SampleIndex(source, shard, position, source_pass=visit), raw
 
 
 def _shard_paths(path: str) -> list[str]:
@@ -414,7 +421,7 @@ def _read_shard(path: str, outages: OutageConfig) -> Iterator[RawSample | BadSam
     """Yield the samples of a shard; a BadSample at the end if it is damaged, empty or missing."""
     where = redact(path)
     try:
-        # A download without a name: no copy stays behind, however this process ends.
+        # Download to an unnamed file: no copy stays behind, however this process ends.
         with tempfile.TemporaryFile() if is_url(path) else open(path, "rb") as file:
             if is_url(path):
                 folder, name = file_of(path)
@@ -520,13 +527,14 @@ class PretrainData(OrderedData):
         if self.config.epoch_samples is None:
             self._require_cache_room(consumed, rank, world_size)
             return super()._loader(consumed, rank, world_size, stop_after)
-        config = self.config
         samples = ResampledSamples(
             self.shard_lists,
-            [entry.weight for entry in config.sources],
+            [entry.weight for entry in self.config.sources],
             self.samples,
-            config.shuffle_window,
-            (self.seed, consumed, rank, world_size),
+            self.config.shuffle_window,
+            consumed,
+            rank,
+            world_size,
         )
         return DataLoader(samples, batch_size=self.batch // world_size, **self._settings())
 
@@ -536,9 +544,8 @@ class PretrainData(OrderedData):
             return
         assert isinstance(self.sampler, TrainingSampler)
         needed = 0
-        for source, shard in concurrent_shards(
-            self.sampler, self.batch, consumed, rank, world_size
-        ):
+        shards = concurrent_shards(self.sampler, self.batch, consumed, rank, world_size)
+        for source, shard in shards:
             index = self.indices[source]
             needed += int(index.shards.bytes[shard]) if index.is_remote else 0
         if needed > self.cache.limit:

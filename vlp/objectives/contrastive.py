@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.distributed import gather, pass_on, world_size
+from vlp.distributed import gather, ring_exchange, world_size
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision, no_autocast
 
@@ -239,7 +239,7 @@ class _Ring(torch.autograd.Function):
                 scale_gradient += (logit_gradient * cosines).sum()
                 bias_gradient += logit_gradient.sum()
                 text_gradient = text_gradient + scale * (logit_gradient.T @ image)
-                ring = pass_on([texts, text_gradient, ids, text_valid])
+                ring = ring_exchange([texts, text_gradient, ids, text_valid])
         ctx.save_for_backward(image_gradient, ring[1], scale_gradient, bias_gradient)
         return total
 

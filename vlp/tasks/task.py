@@ -17,8 +17,8 @@ from vlp.objectives.loss import Loss, normalise
 class StepOutput(NamedTuple):
     """Result of one forward pass on one rank's share of a global batch."""
 
-    # Weighted sum of the losses, for the backward pass. It and `losses` are scaled so that their
-    # mean over ranks is the mean over the global batch (`vlp.objectives.loss.normalise`).
+    # Weighted sum of the losses, for the backward pass. Both `loss` and `losses` are scaled so that
+    # their mean over ranks is the mean over the global batch (`vlp.objectives.loss.normalise`).
     loss: Tensor
     # Detached scalars by name, without weights.
     losses: dict[str, Tensor]
@@ -104,7 +104,7 @@ class Task(nn.Module):
         return {}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `extra_state`; ValueError if there is a state to restore."""
+        """Restore the result of `extra_state`; ValueError for a state of another task."""
         if state:
             raise ValueError(f"unknown state {', '.join(sorted(state))}")
 

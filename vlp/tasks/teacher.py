@@ -25,22 +25,24 @@ Student = TypeVar("Student", bound=nn.Module)
 
 # Weight of the teacher's predictions in the targets of pretraining (ALBEF's alpha).
 SOFT_SHARE = 0.4
-# Of the teacher's entries in a task's extra state.
+# Prefix of the teacher's names in a task's extra state.
 _PREFIX = "teacher."
 
 
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters, by name, that autocast casts: of linear and convolutional layers."""
-    items = list(module.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in items)
-    ids = {
+    """Return the parameters that autocast casts, by name: of linear and convolutional layers."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in named)
+    cast_ids = {
         id(parameter)
         for layer in module.modules()
         if isinstance(layer, nn.Linear | nn.Conv2d)
         for parameter in layer.parameters(recurse=False)
     }
-    # A weight tied to an embedding is left out, as embeddings run in float32.
-    return {name: weight for name, weight in items if uses[id(weight)] == 1 and id(weight) in ids}
+    # A weight tied to an embedding has two names, and stays float32, as embeddings do.
+    return {
+        name: weight for name, weight in named if id(weight) in cast_ids and uses[id(weight)] == 1
+    }
 
 
 class Teacher(Generic[Student]):
@@ -171,11 +173,11 @@ class TeacherOutput(NamedTuple):
     # Features of the unmasked batch.
     image: ImageFeatures
     text: TextFeatures
-    # Of the batches of all ranks, followed in training by the queue's.
+    # Keys of the batches of all ranks; in training the queue's keys follow.
     keys: Keys
     # Weight of soft targets at this step, 0 in evaluation.
     alpha: float
-    # `model` and the copied heads, for soft targets of other inputs; call them without gradient.
+    # `model` and copies of heads, for soft targets of other inputs; call them without gradient.
     modules: nn.ModuleDict
 
     @property
@@ -204,7 +206,7 @@ class MomentumTeacher:
         self.settings = settings
         self.average = Teacher(nn.ModuleDict(student), autocast_dtype)
         self.queue = KeyQueue(settings.queue, width)
-        # Several batches where gradients accumulate, all of one step.
+        # Keys of the current step's batches (several with gradient accumulation), not yet queued.
         self._new_keys: list[Keys] = []
         self._keys_step = 0
 
@@ -223,7 +225,7 @@ class MomentumTeacher:
         @torch.no_grad()
         def finish() -> TeacherOutput:
             keys, alpha = finish_gather(), 0.0
-            if step != self._keys_step:  # the previous step was skipped: its keys are not pushed
+            if step != self._keys_step:  # leftover keys are of a skipped step
                 self.forget()
             # Evaluation leaves the queue out: the loss would rise while the queue fills.
             if training:
@@ -299,7 +301,7 @@ class Distilled(Downstream):
         return [] if self.teacher is None else [self.teacher.module]
 
     def start_teacher(self, epoch_steps: int) -> None:
-        """Copy the task as its teacher, if configured; a warm-up lasts `epoch_steps` by default."""
+        """Copy the task as its teacher, if configured; the default warm-up is `epoch_steps`."""
         if (settings := self.config.teacher) is not None:
             steps = settings.warmup_steps
             self._warmup_steps = epoch_steps if steps is None else steps

@@ -27,7 +27,7 @@ MODEL_TYPE = "vlp-vision"
 
 
 class VisionTask(Task):
-    """Base of vision-only tasks; a subclass sets `config_class`."""
+    """Base of vision-only tasks."""
 
     config_class: ClassVar[type[Config]]
 

@@ -84,13 +84,12 @@ class Checkpoints:
         return str(self._folder)
 
     def save(self, engine: Engine, task: Task, progress: Progress, wait: bool = True) -> None:
-        """Write `step_N/` in a thread, once the previous one is written; then remove old ones.
+        """Write `step_N/` in a thread, after the previous one; keep `training.keep_last` of them.
 
-        `training.keep_last` checkpoints remain. wait: return only when it is written.
+        wait: return when the checkpoint is written, instead of when the state is copied.
         """
         self.wait()
         name = f"step_{progress.step}"
-        # Training goes on when the state is copied.
         state = {
             "version": VERSION,
             "progress": _PROGRESS.dump_python(progress, by_alias=True),
@@ -98,7 +97,7 @@ class Checkpoints:
             "config": self._values,
             "data": self._fingerprint,
         }
-        files = engine.snapshot() | {EXTRA: distributed.on_rank_0(task.extra_state())}
+        files = engine.snapshot() | {EXTRA: distributed.rank_0_copies(task.extra_state())}
         if engine.rank == 0:
             self._work = self._thread.submit(self._write, name, files, state)
         self._pending_name = name
@@ -106,7 +105,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written; CheckpointError on every rank on failure."""
+        """Wait until the last checkpoint is written; on failure CheckpointError on every rank."""
         if self._pending_name is None:
             return
         name, self._pending_name = self._pending_name, None
@@ -114,7 +113,7 @@ class Checkpoints:
         self._work = None
         if error is not None and not isinstance(error, OSError | ConfigError):
             raise error
-        failures = distributed.gather_to_all(None if error is None else str(error))
+        failures = distributed.all_gather_object(None if error is None else str(error))
         failure = next((message for message in failures if message is not None), None)
         if failure is not None:
             raise CheckpointError(
@@ -158,10 +157,10 @@ class Checkpoints:
             remove(leftover)
 
     def load(self, engine: Engine, task: Task) -> Progress | None:
-        """Load the newest good checkpoint into engine and task; None if there are no checkpoints.
+        """Load the newest good checkpoint into engine and task; None if there is no checkpoint.
 
-        CheckpointError on every rank if all are damaged, the newest is unreadable now, another
-        node's disk has a newer one, or configuration or data differ.
+        CheckpointError on every rank if all checkpoints are damaged, the newest is unreadable now,
+        another node's disk has a newer one, or configuration or data differ.
         """
         names, damaged_names = self._on_rank_0(self._clean_up)
         self._require_newest(names)
@@ -183,7 +182,7 @@ class Checkpoints:
         return checkpoint_names(self._folder), checkpoint_names(self._folder, CORRUPT)
 
     def _require_newest(self, names: Sequence[str]) -> None:
-        """Require that no rank's disk has a newer checkpoint than `names`, those of rank 0's."""
+        """Require that no rank's disk has a newer checkpoint than rank 0's `names`."""
         # A start on other nodes may put rank 0 on a node whose disk lacks the last checkpoint.
         newest = max(map(step_of, names), default=-1)
         local_names: list[str] = []
@@ -192,7 +191,7 @@ class Checkpoints:
         newer = next((name for name in local_names if step_of(name) > newest), None)
         rank, host = distributed.rank(), socket.gethostname()
         local_problem = newer and f"rank {rank} ({host}) has {self._folder / newer}"
-        for problem in filter(None, distributed.gather_to_all(local_problem)):
+        for problem in filter(None, distributed.all_gather_object(local_problem)):
             raise CheckpointError(
                 f"rank 0 finds {names[0] if names else 'no checkpoint'}, but {problem}: start "
                 "with rank 0 on that node, copy the checkpoint to rank 0's disk, or remove it if "
@@ -241,7 +240,7 @@ class Checkpoints:
             progress = _PROGRESS.validate_python(state["progress"])
             differences = compare(saved_config, self._values, self._config)
             changed_parts = sorted(dict(data.items() ^ self._fingerprint.items()))
-            if progress.step != step_of(name):  # a copy would remain the newest checkpoint
+            if progress.step != step_of(name):  # a copied folder, which would stay the newest
                 raise ValueError(f"it is of step {progress.step}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
@@ -276,14 +275,14 @@ class Checkpoints:
             ) from error
 
     def _on_rank_0(self, work: Callable[[], Value]) -> Value:
-        """Call a function on rank 0 and return its result, or raise its error, on every rank."""
-        result: tuple[Any, str | None] = (None, None)
+        """Call a function on rank 0; return its result, or raise CheckpointError, on every rank."""
+        value, failure = None, None
         if distributed.rank() == 0:
             try:
-                result = (work(), None)
+                value = work()
             except (CheckpointError, ConfigError, OSError) as error:
-                result = (None, str(error))
-        value, failure = distributed.from_rank_0(result)
+                failure = str(error)
+        value, failure = distributed.broadcast_object((value, failure))
         if failure is not None:
             raise CheckpointError(failure)
         return value
@@ -326,7 +325,7 @@ def verify(folder: Path) -> str | None:
         return f"{SUMS} is incomplete"
     for file, expected in sums.items():
         try:
-            # Not a regular file: reading a pipe would block.
+            # Names without folders and regular files alone: reading a pipe would block.
             if Path(file).name != file or not stat.S_ISREG((folder / file).stat().st_mode):
                 raise FileNotFoundError
             actual = sha256_of(folder / file)
@@ -346,7 +345,7 @@ def _write_text(path: Path, text: str) -> None:
 # Returns full float32 parameters by name; collective.
 Parameters = Callable[[], dict[str, Tensor]]
 
-# Returns validation metrics, equal on all ranks; collective. Lower `loss/...` is better.
+# Returns validation metrics, equal on all ranks; collective. `loss/...` is better if lower.
 Validate = Callable[[Parameters], Mapping[str, float]]
 
 
@@ -356,7 +355,8 @@ class BestCheckpoint:
     Args:
         metric: name of the metric that decides.
         every: steps between validations; the last step is always validated.
-        patience: validations in a row without a better result that end the run; None: no end.
+        patience: validations in a row without a better result after which the run ends; None: no
+            early end.
         validation_data: identity of the data; a resumed run forgets the best result on other data.
     """
 

@@ -30,11 +30,11 @@ from vlp.training.config import RunConfig, TrainingConfig
 from vlp.training.engines.compile import checkpoint_activations, compile_task
 from vlp.training.engines.engine import Engine
 from vlp.training.engines.environment import (
-    advise,
     allow_open_files,
     check_accelerate_flags,
     prepare_environment,
     start_deepspeed,
+    warn_if_emulated,
 )
 from vlp.training.log import require_access
 from vlp.training.loop import NonFiniteError, train
@@ -116,7 +116,8 @@ def run_training(
 
 
 def _output_override(path: str | Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override of `output` for the config.yaml of a run, whose folder may have moved."""
+    """Return the override `output=FOLDER` if `path` is a run's config.yaml, else no override."""
+    # The folder may have moved since config.yaml was written.
     folder = RunFolder(Path(path).parent, resume=True)
     is_run_config = Path(path).name == folder.config.name and folder.starts.is_file()
     if not is_run_config or any(override.startswith("output=") for override in overrides):
@@ -157,7 +158,7 @@ def _run(
             engine = make_engine(task, config.training)
         except ConfigError as error:
             return _refuse(str(error))
-        advise("training.precision", config.training.precision)
+        warn_if_emulated("training.precision", config.training.precision)
         report = train(config, task, data, engine, folder, resume, best, signals)
     # A launcher kills all ranks when the first one ends: wait until the report is written.
     distributed.barrier()
@@ -165,7 +166,7 @@ def _run(
 
 
 def _recompute_key(training: TrainingConfig) -> str | None:
-    """Return the key, if any, by which the forward pass runs in chunks or twice."""
+    """Return the key of a setting that runs the forward pass in chunks or twice; else None."""
     if getattr(training, "grad_cache", None):
         return "training.grad_cache"
     is_recomputed = training.activation_checkpointing != "none"
@@ -197,7 +198,7 @@ def _refuse(message: str) -> int:
 
 
 def _explain(error: BaseException) -> None:
-    """Print what ended this rank; a traceback only if the message alone would not help."""
+    """Print the error that ended this rank; with a traceback if its cause is unknown."""
     rank = os.environ.get("RANK", "0")
     message = str(error.__cause__ or error)
     loader_remedy = next((text for part, text in _LOADER_REMEDIES.items() if part in message), None)

@@ -28,8 +28,8 @@ from vlp.training.log import TrackerName, require_trackers
 from vlp.training.optimiser import OptimiserConfig
 
 
-def _blocks(value: Any) -> Any:
-    """Return "blocks" for True and "none" for False, which pydantic would read as 1 and 0."""
+def _bool_to_name(value: Any) -> Any:
+    # pydantic would read True and False as 1 and 0.
     return ("blocks" if value else "none") if isinstance(value, bool) else value
 
 
@@ -70,7 +70,7 @@ class TrainingConfig(Config):
         json_schema_extra={"resume": "free"},
     )
     activation_checkpointing: Annotated[
-        Literal["none", "blocks"] | Annotated[int, Field(ge=1)], BeforeValidator(_blocks)
+        Literal["none", "blocks"] | Annotated[int, Field(ge=1)], BeforeValidator(_bool_to_name)
     ] = Field(
         "none",
         description="blocks whose activations the backward pass recomputes, to save memory: "
@@ -226,7 +226,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def inputs(self) -> Inputs:
-        """Return what batches need to contain for model and objectives."""
+        """Return the sizes and maskings of the inputs of model and objectives."""
         mlm, mim = self.objectives.mlm, self.objectives.mim
         return Inputs(
             image_size=self.model.image.image_size,

@@ -95,13 +95,13 @@ def train(
         if resume and is_main and not restored:
             folder.require_same_run(config)
             folder.require_no_progress()
-    finished_step = distributed.from_rank_0(folder.finished_step())
+    finished_step = distributed.broadcast_object(folder.finished_step())
     progress = restored or Progress()
     step, validated_step = progress.step, progress.validated_step
     total_steps = count_steps(config, data, progress)
     if restored:
         progress.resume_steps.append(step)
-    devices = distributed.gather_to_all((socket.gethostname(), device_name(engine.device)))
+    devices = distributed.all_gather_object((socket.gethostname(), device_name(engine.device)))
     if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
         # First of all files: without `run.json` a folder is not recognised as a run's.
@@ -237,8 +237,8 @@ class _Trainer:
         self.meter.add_batch(batch, time.perf_counter() - start)
         self.watchdog.enter("forward")
         # Makes dropout reproducible on resume and different on each rank.
-        position = progress.step, index, self.engine.rank
-        torch.manual_seed(stable_hash("dropout", self.config.training.seed, *position))
+        seed_parts = self.config.training.seed, progress.step, index, self.engine.rank
+        torch.manual_seed(stable_hash("dropout", *seed_parts))
         output = self.engine.forward(self.copy_stream.move(batch), progress.step)
         self.watchdog.enter("backward")
         self.engine.backward(nan_if_non_finite(output.loss))
@@ -251,9 +251,9 @@ class _Trainer:
     def take_step(
         self, outputs: list[StepOutput], learning_rate: float, buffers: dict[str, Tensor]
     ) -> None:
-        """Take the optimiser step; `outputs` are those of its micro-steps.
+        """Take the optimiser step; `outputs` has an entry for each micro-step.
 
-        A step that is not finite on some rank is skipped on all: weights, optimiser state and
+        A step that is not finite on some rank is skipped on all ranks: weights, optimiser state and
         `buffers` keep their values, and the next step has the next batch.
         """
         self.watchdog.enter("update")
@@ -318,7 +318,7 @@ class _Trainer:
 
 
 def count_steps(config: RunConfig, data: StreamedData, progress: Progress) -> int:
-    """Count the optimiser steps of the whole run; the last one has all its micro-steps."""
+    """Count the optimiser steps of the whole run; batches after the last full step are dropped."""
     training = config.training
     if training.steps is not None:
         return training.steps
@@ -377,7 +377,7 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
         for name, value in {"total": output.loss, **output.losses}.items()
         if not torch.isfinite(value)
     }
-    names = sorted(set().union(*distributed.gather_to_all(local_names)))
+    names = sorted(set().union(*distributed.all_gather_object(local_names)))
     reason = f"the loss is not finite ({', '.join(names)})" if names else "a gradient is not finite"
     if scale is not None:
         reason += f", the loss scale was {scale:g}"
@@ -410,7 +410,7 @@ def _log_record(
 
 
 def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the record's statistics without those of anchors, which may be constant."""
+    """Return the record's statistics, without anchor statistics, which may be constant."""
     statistics = {
         key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
     }
@@ -418,7 +418,7 @@ def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _save_model(task: Task, engine: Engine, folder: Path) -> None:
-    """Replace the model's files in a folder, and keep others such as a model card; collective."""
+    """Replace the model's files in a folder and keep others, such as a model card; collective."""
     state = engine.state_dict()
     failure: str | None = None
     if engine.rank == 0:
@@ -428,7 +428,7 @@ def _save_model(task: Task, engine: Engine, folder: Path) -> None:
                 link_missing(folder, partial)
         except OSError as error:
             failure = str(error)
-    failure = distributed.from_rank_0(failure)
+    failure = distributed.broadcast_object(failure)
     if failure is not None:
         raise CheckpointError(
             f"cannot write the model {folder}: {failure}; checkpoints are intact: free disk space "

@@ -105,20 +105,20 @@ def parameter_groups(
                 f"{prefix!r}; there are {', '.join(prefixes)}"
             )
     no_decay = exempt_from_decay(module)
-    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trainable:
         decay = 0.0 if name in no_decay else weight_decay
         scale = lr_multiplier(name, lr_multipliers)
-        members.setdefault((decay, scale), []).append(parameter)
+        groups.setdefault((decay, scale), []).append(parameter)
     return [
-        {"params": members[decay, scale], "weight_decay": decay, "lr_scale": scale}
-        for decay, scale in sorted(members, reverse=True)
+        {"params": groups[decay, scale], "weight_decay": decay, "lr_scale": scale}
+        for decay, scale in sorted(groups, reverse=True)
     ]
 
 
 def build_adamw(module: nn.Module, config: OptimiserConfig) -> torch.optim.AdamW:
     """Create PyTorch's AdamW of a module's trainable parameters; fused on a GPU."""
-    # Not DeepSpeed's, which is compiled on every machine's first start.
+    # Not DeepSpeed's AdamW, which every machine compiles at its first start.
     groups = parameter_groups(module, config.weight_decay, config.lr_multipliers)
     if not groups:
         raise ValueError("the task has no trainable parameters")
@@ -140,7 +140,7 @@ def create_moments(optimiser: torch.optim.AdamW, parameters: Iterable[Tensor]) -
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set every group's learning rate to the schedule's times `lr_scale`."""
+    """Set every group's learning rate to `learning_rate` times its `lr_scale`."""
     for group in optimiser.param_groups:
         group["lr"] = learning_rate * group["lr_scale"]
 
@@ -155,7 +155,7 @@ def cosine_schedule(
 ) -> float:
     """Return the learning rate of a linear warm-up to `peak` and half a cosine down to `final`.
 
-    `step` counts from 0, with `peak / warmup_steps`. Step `total_steps - 1` and all later ones have
+    `step` counts from 0, which has `peak / warmup_steps`. Steps from `total_steps - 1` on have
     `final`, unless the warm-up lasts longer.
     """
     if step < warmup_steps:

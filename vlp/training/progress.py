@@ -18,7 +18,7 @@ from vlp.data.stream.batch import RankBatch
 from vlp.tasks.task import StepOutput
 from vlp.training.engines.engine import Update
 
-# Bad samples of one kind that the report locates.
+# Bad samples of each kind whose locations the report lists.
 _MAX_EXAMPLES = 20
 
 
@@ -28,12 +28,12 @@ class Progress:
 
     Attributes:
         step: optimiser steps, with skipped ones.
-        samples: consumed by all ranks in all epochs, with bad ones; gives the position in the data.
-        trained_samples: valid ones of `samples`.
+        samples: samples consumed by all ranks in all epochs, bad ones too; position in the data.
+        trained_samples: samples without the bad ones.
         seconds: training time of all starts.
         skipped: number of bad samples by kind.
         skipped_examples: locations of the first bad samples, by kind.
-        non_finite: skipped steps; non_finite_in_a_row: those since the last applied step.
+        non_finite: skipped steps; non_finite_in_a_row: skipped steps since the last applied one.
         resume_steps: the step of each resume.
         validated_step: the last validated step.
         metric: name of the metric that decides which model is the best.
@@ -65,7 +65,7 @@ class Progress:
 
 
 class Outcome(NamedTuple):
-    """Result of optimiser step `step`, counted from 1: an output of each micro-step, the update."""
+    """Result of optimiser step `step` (from 1): outputs of its micro-steps, and the update."""
 
     step: int
     outputs: list[StepOutput]
@@ -97,7 +97,7 @@ class Meter:
         self._trained_samples = 0
         self._skipped: Counter[str] = Counter()
         self._examples: dict[str, list[str]] = {}
-        # `progress.seconds` has the time before.
+        # `progress.seconds` covers the training up to this time.
         self._timed_until = time.perf_counter()
         self._reset()
 
@@ -141,7 +141,7 @@ class Meter:
         """Add the counts of all ranks to `progress`; collective."""
         counts = (self._trained_samples, self._skipped, self._examples)
         progress = self._progress
-        for trained_samples, skipped, examples in distributed.gather_to_all(counts):
+        for trained_samples, skipped, examples in distributed.all_gather_object(counts):
             progress.trained_samples += trained_samples
             for kind, count in skipped.items():
                 progress.skipped[kind] = progress.skipped.get(kind, 0) + count
@@ -155,18 +155,18 @@ class Meter:
     def flush(self) -> dict[str, Any]:
         """Return a log record of the steps since the last call, equal on all ranks; collective.
 
-        It has the means of losses and statistics over ranks and micro-steps, unless every step was
-        skipped, gradient norm, loss scale, samples/s, share of time that data took, and retries.
+        It has the means of losses and statistics over ranks and micro-steps (of applied steps),
+        gradient norm, loss scale, samples/s, share of time that data took, and retries.
         """
         self.reduce_counts()
         seconds = max(time.perf_counter() - self._start, 1e-9)
-        quotients = [total / self._counts[name] for name, total in self._sums.items()]
+        means = [total / self._counts[name] for name, total in self._sums.items()]
         # One copy waits for the device once.
-        local_means = dict(zip(self._sums, torch.stack(quotients).tolist() if quotients else []))
-        ranks = distributed.gather_to_all((set(local_means), retries().value - self._retries))
+        local_means = dict(zip(self._sums, torch.stack(means).tolist() if means else []))
+        ranks = distributed.all_gather_object((set(local_means), retries().value - self._retries))
         names = sorted(set[str]().union(*(local_names for local_names, _ in ranks)))
-        # A mean is over the ranks that have the value, as a rank without samples may lack some:
-        # the mean with 0 for others, divided by the share of ranks that have it.
+        # A rank without samples may lack a value. The mean over the ranks that have it is the mean
+        # over all ranks, with 0 for a missing value, divided by the share of ranks that have it.
         values = [local_means.get(name, 0.0) for name in names]
         presence = [float(name in local_means) for name in names]
         local = torch.tensor([*values, *presence, self._wait_seconds / seconds])

@@ -61,7 +61,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
     """Require the same configuration and data on all ranks, except for paths; collective."""
     leaves, parts = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
-    rank_0_leaves, rank_0_parts = distributed.from_rank_0((leaves, parts))
+    rank_0_leaves, rank_0_parts = distributed.broadcast_object((leaves, parts))
     changes = dict(rank_0_parts.items() ^ parts.items())
     problems = [f"{part} of the data is not that of rank 0" for part in changes]
     for key in rank_0_leaves.keys() | leaves.keys():
@@ -88,7 +88,7 @@ def _rule_and_default(config: Config, key: str) -> tuple[str, Any]:
     The innermost part of the key that declares a rule decides; without any it is "fixed".
     """
     rule = "fixed"
-    node: Any = config
+    node: Any = config  # the value of the key's parts so far; None below values without a schema
     for part in key.split("."):
         field = type(node).model_fields.get(part) if isinstance(node, Config) else None
         if isinstance(node, Config):
@@ -122,11 +122,11 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = (  # whose versions a run records
+PACKAGES = (  # a run records their versions
     *("torch", "torchvision", "timm", "transformers", "tokenizers", "deepspeed", "accelerate"),
     *("webdataset", "numpy", "pillow", "simplejpeg"),
 )
-# A quoted text after a name with key, token, secret or password; tokens with well-known prefixes.
+# A quoted text after a name with key, token, secret or password; a token with a well-known prefix.
 _SECRET = re.compile(
     r"""((?:key|token|secret|password|passwd)\w*["']?\s*[:=]\s*["'])[^"'\s]{8,}"""
     r"""|\b(?:hf_|ghp_|github_pat_|glpat-|sk-|AKIA)[\w-]{12,}""",
@@ -248,7 +248,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def read_log(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return a log's records, and the number of invalid lines; both empty for a missing file."""
+    """Return a log's records and the number of invalid lines; [] and 0 for a missing file."""
     # A line is invalid if a kill cut it, or while it is being written.
     records, invalid = [], 0
     try:
@@ -315,7 +315,7 @@ def read_starts(folder: Path) -> dict[str, Any]:
 def tracker_id(
     folder: RunFolder, tracker: str, create: Callable[[], str], renew: bool = False
 ) -> str:
-    """Return the run's id at a tracker from `run.json`; with `renew`, or without one, a new id."""
+    """Return the run's id at a tracker from `run.json`; create it if missing or with `renew`."""
     content = read_starts(folder.path)
     ids = content.setdefault("trackers", {})
     if renew or tracker not in ids:
@@ -336,7 +336,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
-    """Return name and commit of the package's and the user's repository, and all their changes."""
+    """Return the records of the package's and the user's repository, and their diffs as a text."""
     repositories, changes = [], ""
     folders = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel") for folder in folders)

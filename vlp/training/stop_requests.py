@@ -42,14 +42,17 @@ class Launchers:
         launcher_indices = [
             index for index, pid in enumerate(lineage) if _program(pid) in _LAUNCHER_NAMES
         ]
-        has_launcher = any(variable in os.environ for variable in _LAUNCHER_VARIABLES)
-        # With a launcher's variables but without a known name, the parent is the launcher.
-        outermost = launcher_indices[-1] if launcher_indices else int(has_launcher)
+        if launcher_indices:
+            outermost = child_index = launcher_indices[-1]
+            has_parent_launcher = _program(lineage[outermost]) == _NODE_LAUNCHER
+        else:
+            # With a launcher's variables but without a known name, the parent is the launcher.
+            has_parent_launcher = any(name in os.environ for name in _LAUNCHER_VARIABLES)
+            outermost, child_index = int(has_parent_launcher), 0
         self._lineage = lineage[: outermost + 1]
         # If a launcher has ended before this call, init has adopted its child.
-        child = lineage[outermost if launcher_indices else 0]
-        is_child = _program(child) == _NODE_LAUNCHER if launcher_indices else has_launcher
-        self._is_lost = is_child and _parent(child) == 1 and _has_init()
+        is_adopted = _parent(lineage[child_index]) == 1 and _has_init()
+        self._is_lost = has_parent_launcher and is_adopted
 
     def is_lost(self) -> bool:
         """Return whether a launcher has ended."""
@@ -74,7 +77,7 @@ def _parent(pid: int) -> int:
 
 
 def _has_init() -> bool:
-    """Return whether process 1 is an init, not the launcher or script of a container."""
+    """Return whether process 1 is an init and not a container's own launcher or script."""
     name = _program(1)
     return name not in _LAUNCHER_NAMES | {"sh", "bash", "dash"} and not name.endswith(".py")
 
@@ -235,7 +238,7 @@ def leave(code: int) -> NoReturn:
 
 
 class StopConsensus:
-    """Common decision of all ranks whether to stop, every few steps; one rank decides at each."""
+    """Common decision of all ranks whether to stop, every few steps: one request stops all."""
 
     def __init__(self, signals: StopSignals, device: torch.device) -> None:
         self._signals, self._device = signals, device

@@ -28,10 +28,10 @@ class Heartbeat(NamedTuple):
         number: of the rank's heartbeats, from 1.
         host: name of the machine.
         step: optimiser steps done.
-        phase_count: phases so far, equal on all ranks at the same place of the loop.
+        phase_count: phases so far, equal on all ranks at the same point of the loop.
         phase, seconds: the current phase and its time so far.
-        hangs: whether that is too long.
-        waits: whether the rank is in a collective call.
+        is_hanging: whether `seconds` is too long.
+        is_waiting: whether the rank is in a collective call.
     """
 
     number: int
@@ -40,8 +40,8 @@ class Heartbeat(NamedTuple):
     phase_count: int
     phase: str
     seconds: float
-    hangs: bool
-    waits: bool
+    is_hanging: bool
+    is_waiting: bool
 
 
 class HangDetector:
@@ -49,7 +49,7 @@ class HangDetector:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        # Number and time of each rank's last heartbeat, and that time of ranks reported as silent.
+        # By rank: number and time of the last heartbeat; that time of ranks reported as silent.
         self._last: dict[int, tuple[int, float]] = {}
         self._silent: dict[int, float] = {}
         self._reported_phase_count: int | None = None
@@ -61,9 +61,9 @@ class HangDetector:
         """
         messages, is_new = [], False
         for rank, heartbeat in enumerate(heartbeats):
-            number, since = self._last.get(rank, (None, now))
+            last_number, since = self._last.get(rank, (None, now))
             name = f"rank {rank} ({heartbeat.host})"
-            if number != heartbeat.number:
+            if last_number != heartbeat.number:
                 self._last[rank] = heartbeat.number, now
                 if rank in self._silent:
                     silence = now - self._silent.pop(rank)
@@ -76,7 +76,7 @@ class HangDetector:
                     f"{name} is silent for {now - since:.0f} s; it was in step "
                     f"{heartbeat.step + 1}, {heartbeat.phase}"
                 )
-        if self._silent or not heartbeats or not all(h.hangs for h in heartbeats):
+        if self._silent or not heartbeats or not all(h.is_hanging for h in heartbeats):
             return messages, is_new
         slowest = min(heartbeats, key=lambda heartbeat: heartbeat.phase_count)
         if slowest.phase_count == self._reported_phase_count:
@@ -84,7 +84,7 @@ class HangDetector:
         self._reported_phase_count = slowest.phase_count
         # All ranks wait for the ranks that are behind, or among these for a rank that computes.
         ranks = {r: h for r, h in enumerate(heartbeats) if h.phase_count == slowest.phase_count}
-        blocking_ranks = {rank: h for rank, h in ranks.items() if not h.waits} or ranks
+        blocking_ranks = {rank: h for rank, h in ranks.items() if not h.is_waiting} or ranks
         names = ", ".join(f"{rank} ({h.host})" for rank, h in blocking_ranks.items())
         others = "; the others wait" if len(blocking_ranks) < len(heartbeats) else ""
         message = f"step {slowest.step + 1} hangs for {slowest.seconds:.0f} s: rank {names}"
@@ -152,10 +152,15 @@ class Watchdog:
         """Send a heartbeat, and stacks on request; return the heartbeats of watched ranks."""
         seconds = time.perf_counter() - self._phase_start
         limit = max(self._timeout, _HANG_FACTOR * self._longest.get(self._phase, 0.0))
-        hangs = self._phase not in _UNLIMITED and seconds > limit
-        phase = self._phase_count, self._phase, seconds, hangs
         heartbeat = Heartbeat(
-            number, socket.gethostname(), self.step, *phase, distributed.in_collective()
+            number=number,
+            host=socket.gethostname(),
+            step=self.step,
+            phase_count=self._phase_count,
+            phase=self._phase,
+            seconds=seconds,
+            is_hanging=self._phase not in _UNLIMITED and seconds > limit,
+            is_waiting=distributed.in_collective(),
         )
         if store is None:
             return [heartbeat]
@@ -178,7 +183,7 @@ class Watchdog:
             alarm.cancel()
 
     def _collect_stacks(self, store: Any, is_new: bool) -> None:
-        """Write the stacks that have arrived; for a new hang, request those of all ranks first."""
+        """For a new hang, request the stacks of all ranks; write the stacks that have arrived."""
         if is_new:
             self._requests, self._missing_ranks = self._requests + 1, set(range(1, self._ranks))
             self._hang_folder = self._folder / f"step_{self.step}"

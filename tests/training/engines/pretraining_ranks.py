@@ -95,7 +95,7 @@ def steps(task, engine, first, last):
 
 
 def state(task, engine):
-    return engine.state_dict() | distributed.on_rank_0(task.extra_state())
+    return engine.state_dict() | distributed.rank_0_copies(task.extra_state())
 
 
 def close(found, expected):

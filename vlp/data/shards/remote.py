@@ -84,10 +84,10 @@ def retries() -> Any:
     return _retries
 
 
-def share_retries(count: Any) -> None:
-    """Add this worker's retries to its parent's counter."""
+def share_retries(counter: Any) -> None:
+    """Count this worker's retries on its parent's counter."""
     global _retries
-    _retries = count
+    _retries = counter
 
 
 def with_retries(attempt: Callable[[], Value], seconds: float, location: object) -> Value:

@@ -14,7 +14,7 @@ AnyBatch = TypeVar("AnyBatch", bound=tuple)
 
 
 class RankBatch(Protocol):
-    """Interface of a rank's batch in the training loop; some of its rows may be empty."""
+    """Interface of a rank's batch in the training loop; rows may be empty."""
 
     @property
     def valid(self) -> Tensor:
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     word_patches: Tensor | None = None
     caption_ids: Tensor | None = None  # (B,) int64, equal for equal captions
     skipped: tuple[SkippedSample, ...] = ()
-    statistics: tuple[RGB, RGB] = (MEAN, STD)  # of pixels, by which `to` normalises
+    statistics: tuple[RGB, RGB] = (MEAN, STD)  # mean and std of pixels, for `to`
 
     @property
     def pair_ids(self) -> Tensor:
@@ -110,4 +110,4 @@ class Inputs(NamedTuple):
     vocab_size: int  # rows of the token embedding
     word_masking: float | None = None  # probability of a token
     patch_masking: PatchMasking | None = None
-    statistics: tuple[RGB, RGB] = (MEAN, STD)  # of pixels
+    statistics: tuple[RGB, RGB] = (MEAN, STD)  # mean and std of pixels

@@ -38,7 +38,10 @@ from vlp.signals import STOP_SIGNALS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
-    """Return DataLoader arguments; workers ignore signals and prefetch `prefetch` batches each."""
+    """Return DataLoader arguments for workers that ignore signals.
+
+    Each prefetches `prefetch` batches.
+    """
     if not workers:
         return {"num_workers": 0}
     return {
@@ -67,8 +70,8 @@ def open_loader(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
             stop()
 
 
-def _prepare_worker(parent: int, count: Any, number: int) -> None:
-    share_retries(count)
+def _prepare_worker(parent: int, retry_counter: Any, worker: int) -> None:
+    share_retries(retry_counter)
     # Ctrl-C and a scheduler's SIGTERM reach every process of the job. The main process reacts by a
     # checkpoint and then stops its workers. If it dies, they die too: they inherit the lock of the
     # run's folder, which must end with it.
@@ -98,7 +101,10 @@ class BatchRequest(NamedTuple):
 
 
 class ShardAwareBatchSampler:
-    """Batch sampler of a `BatchRequest` per global batch; `fetchers` workers share prefetching."""
+    """Batch sampler that yields a rank's `BatchRequest` for each global batch.
+
+    `fetchers` workers share the prefetching of shards; 0 turns it off.
+    """
 
     def __init__(
         self,
@@ -111,26 +117,28 @@ class ShardAwareBatchSampler:
         fetchers: int,
     ) -> None:
         self._sampler, self._batch, self._consumed = sampler, batch, consumed
-        self._share = rank, world_size
+        self._rank_and_size = rank, world_size
         self._stop_after, self._fetchers = stop_after, fetchers
 
     def __iter__(self) -> Iterator[BatchRequest]:
         batches = self._sampler.global_batches(self._consumed, self._batch)
         prefetch_lists = self.prefetch_lists() if self._fetchers else repeat(list[Any]())
         for batch, prefetch in zip(islice(batches, self._stop_after), prefetch_lists):
-            rows = self._sampler.rows(batch.epoch, batch.start, self._batch, *self._share)
+            rows = self._sampler.rows(batch.epoch, batch.start, self._batch, *self._rank_and_size)
             yield BatchRequest([Request(batch.epoch, index) for index in rows], prefetch)
 
     def prefetch_lists(self) -> Iterator[list[tuple[int, int]]]:
         """Yield each batch's shards to prefetch; a unit's shards are spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
-        last, per_batch = (-1, 0), 0
+        last_unit, per_batch = (-1, 0), 0
         for batch in self._sampler.global_batches(self._consumed, self._batch):
-            new = [unit for unit in self._units(batch) if unit > last]
-            per_batch = per_batch if waiting else 0
-            for unit in new:
-                waiting.extend(self._sampler.shards_of_unit(*unit, *self._share))
-                last = unit
+            if not waiting:
+                per_batch = 0
+            for unit in self._units(batch):
+                if unit > last_unit:
+                    waiting.extend(self._sampler.shards_of_unit(*unit, *self._rank_and_size))
+                    last_unit = unit
+            # Workers get batches in turn, so that all of them fetch an equal part.
             per_batch = max(per_batch, -(-len(waiting) // self._fetchers))
             yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
@@ -156,7 +164,7 @@ def concurrent_shards(
 ) -> set[tuple[int, int]]:
     """Return the (source, shard) pairs of a rank's current and next prefetch units."""
     requests = ShardAwareBatchSampler(sampler, batch, consumed, rank, world_size, None, fetchers=1)
-    return set(next(requests.prefetch_lists()))
+    return set(next(requests.prefetch_lists()))  # one fetcher gets both units with its first batch
 
 
 class BatchDataset(Dataset[Any]):
@@ -166,7 +174,7 @@ class BatchDataset(Dataset[Any]):
         self.samples, self.prefetch = samples, prefetch
 
     def __getitems__(self, request: BatchRequest) -> list[Any]:
-        """Return all rows of a batch; called by `DataLoader` with its batch sampler's request."""
+        """Return all rows of a batch; `DataLoader` calls it with the batch sampler's request."""
         if self.prefetch is not None:
             for source, shard in request.prefetch:
                 self.prefetch(source, shard)
@@ -227,7 +235,7 @@ class OrderedData:
     ) -> Generator[tuple[Any, int], None, None]:
         """Yield a rank's share of each global batch, and the samples consumed by all ranks.
 
-        Endless without `stop_after`, a number of batches. The number of ranks divides
+        `stop_after` limits the number of batches; None: endless. The number of ranks divides
         `canonical_streams`. DataError if too many samples are bad.
         """
         # Both raise ConfigError now instead of in the generator.
@@ -292,9 +300,9 @@ class SkippedShareWatch:
     ) -> None:
         self._sampler = sampler
         self._max_share = max_share
-        self._ranks = rank, world_size
+        self._rank_and_size = rank, world_size
         self._epoch = -1
-        self._expected = self._bad = self._in_a_row = 0
+        self._expected = self._bad = self._bad_in_a_row = 0
         self._last = SkippedSample("", "")
 
     def update(self, epoch: int, batch: RankBatch) -> None:
@@ -302,11 +310,11 @@ class SkippedShareWatch:
         if epoch != self._epoch:
             self._end_epoch()
             self._epoch = epoch
-            self._expected = self._sampler.samples_of_rank(epoch, *self._ranks)
+            self._expected = self._sampler.samples_of_rank(epoch, *self._rank_and_size)
             self._bad = 0
         good, bad = int(batch.valid.sum()), len(batch.skipped)
         self._bad += bad
-        self._in_a_row = 0 if good else self._in_a_row + bad
+        self._bad_in_a_row = 0 if good else self._bad_in_a_row + bad
         if not bad:
             return
         self._last = batch.skipped[-1]
@@ -315,13 +323,11 @@ class SkippedShareWatch:
                 f"{self._bad} of {self._expected} samples of epoch {epoch} are bad, more than "
                 f"{self._max_share:.0%} of them; {self._last_skip()}"
             )
-        if self._in_a_row > _MAX_IN_A_ROW:
-            raise DataError(
-                f"{self._in_a_row} samples in a row are bad, none good; {self._last_skip()}"
-            )
+        if self._bad_in_a_row > _MAX_IN_A_ROW:
+            raise DataError(f"{self._bad_in_a_row} samples in a row are bad; {self._last_skip()}")
 
     def _end_epoch(self) -> None:
-        # Of the whole epoch: a resumed run may have seen its last samples only, all of them bad.
+        # `_expected` is of the whole epoch: a resumed run may see its last samples only, all bad.
         if 0 < self._expected <= self._bad:
             raise DataError(
                 f"nothing is left of epoch {self._epoch}: all of its {self._bad} samples are bad; "
@@ -354,7 +360,7 @@ class CopyStream:
         return copied
 
 
-RngFactory = Callable[[str], np.random.Generator]  # the generator of a purpose, such as "augment"
+RngFactory = Callable[[str], np.random.Generator]  # purpose, such as "augment" -> generator
 
 
 class MapDatasetConfig(Config):

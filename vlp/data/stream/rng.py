@@ -26,7 +26,7 @@ def stable_hash(*parts: int | str) -> int:
 
 
 class _Key(ISeedSequence):
-    """Hash as a key of Philox."""
+    """Seed sequence that returns a hash unchanged."""
 
     # Not `Philox(key=...)`, which first draws an unused seed from the system: four times as slow.
     def __init__(self, digest: bytes) -> None:

@@ -65,7 +65,7 @@ def streams_of_rank(streams: int, rank: int, world_size: int) -> range:
 
 
 def require_equal_streams(batch: int, streams: int, section: str = "data") -> None:
-    """Refuse a global batch without equal shares of the streams; section: their key's."""
+    """Refuse a global batch that is no multiple of `streams`, a key of `section`."""
     if batch % streams:
         key, fewer = f"{section}.canonical_streams", math.gcd(batch, streams)
         raise ConfigError(
@@ -163,13 +163,13 @@ class TrainingSampler:
         per_stream = self._per_stream(size)
         streams = streams_of_rank(self.streams, rank, world_size)
         bounds = self._bounds(epoch, streams)
-        positions = np.full((len(streams), per_stream), -1)
-        for out, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
+        positions = np.full((len(streams), per_stream), -1)  # in the epoch's sequence; -1: empty
+        for row, stream, first, length in zip(positions, streams, bounds, np.diff(bounds).tolist()):
             stop = min(start + per_stream, length)
-            out[: max(0, stop - start)] = first + self._order(epoch, stream, start, stop, length)
-        filled = positions >= 0
-        samples = iter(self._layout(epoch).samples(positions[filled]))
-        return [next(samples) if full else None for full in filled.ravel()]
+            row[: max(0, stop - start)] = first + self._order(epoch, stream, start, stop, length)
+        has_sample = positions >= 0
+        samples = iter(self._layout(epoch).samples(positions[has_sample]))
+        return [next(samples) if present else None for present in has_sample.ravel()]
 
     def shards_of_unit(
         self, epoch: int, unit: int, rank: int = 0, world_size: int = 1
@@ -229,7 +229,10 @@ class TrainingSampler:
         )
 
     def _chunks(self, epoch: int) -> np.ndarray:
-        """Return the chunks (runs of one shard) that an epoch reads, as rows of `EpochLayout`."""
+        """Return the chunks (runs of one shard) that an epoch reads, (5, chunks) of `EpochLayout`.
+
+        Passes over a source follow each other without a gap, and an epoch may start within one.
+        """
         parts = []
         for source, (sizes, total, weight) in enumerate(
             zip(self._sizes, self._totals, self._weights)
@@ -238,11 +241,12 @@ class TrainingSampler:
             for source_pass in range(start // total, -(-stop // total)) if total else ():
                 rng = make_rng(self.seed, source_pass, source, "shards")
                 shards = rng.permutation(len(sizes))
-                ends = np.cumsum(sizes[shards]) + source_pass * total
-                begins = ends - sizes[shards]
-                starts, stops = np.maximum(begins, start), np.minimum(ends, stop)
+                # Bounds of the shards, and of the part of each that the epoch reads.
+                shard_stops = np.cumsum(sizes[shards]) + source_pass * total
+                shard_starts = shard_stops - sizes[shards]
+                starts, stops = np.maximum(shard_starts, start), np.minimum(shard_stops, stop)
                 sources, passes = np.full_like(shards, source), np.full_like(shards, source_pass)
-                chunks = np.stack([sources, shards, starts - begins, passes, stops - starts])
+                chunks = np.stack([sources, shards, starts - shard_starts, passes, stops - starts])
                 parts.append(chunks[:, starts < stops])
         return np.concatenate(parts, axis=1)
 
@@ -295,7 +299,7 @@ class EpochLayout:
         return list(zip(*(row[first : last + 1].tolist() for row in self._chunks[:2])))
 
     def starts(self, start: int, stop: int) -> np.ndarray:
-        """Return the starts of the chunks from `start` to `stop`, which are chunk borders."""
+        """Return the starts of the chunks in [start, stop); both bounds are borders of chunks."""
         first, last = np.searchsorted(self._ends, [start, stop], side="right")
         return self._ends[first:last] - self._chunks[4][first:last]
 
@@ -314,11 +318,11 @@ _BLOCKS = 8  # blocks of a window, by which a stream is shuffled and prefetched
 class _Timeline(NamedTuple):
     """The chunks of a stream, and the number of samples of each chunk by block."""
 
-    starts: np.ndarray  # (chunks + 1,): position of each chunk's first sample; the stream's length
-    first_blocks: np.ndarray  # (chunks,): first block that may have samples of the chunk
-    # Of each chunk, (its blocks,): its samples up to each block's end, from its first block on.
+    starts: np.ndarray  # (chunks + 1,) position of each chunk's first sample; the stream's length
+    first_blocks: np.ndarray  # (chunks,) first block that may have samples of the chunk
+    # For each chunk, (its blocks,) its samples up to the end of each block, from `first_blocks` on.
     cumulative: list[np.ndarray]
-    ends: np.ndarray  # (blocks,): samples of the stream up to each block's end
+    ends: np.ndarray  # (blocks,) samples of the stream up to the end of each block
 
 
 class SlidingSampler(TrainingSampler):
@@ -364,12 +368,14 @@ class SlidingSampler(TrainingSampler):
         ]
         sort_keys = [keys[source][shard] for source, shard in chunks[:2].T.tolist()]
         chunks = chunks[:, np.lexsort((chunks[3], sort_keys))]
+        # Cut the chunks that reach over the border of two streams.
         ends, bounds = np.cumsum(chunks[4]), self._bounds(epoch, range(self.streams))
-        stops = np.union1d(ends, bounds[bounds > 0])  # where a chunk or a stream ends
-        starts, index = np.append(0, stops[:-1]), np.searchsorted(ends, stops)
-        parts = chunks[:, index]
-        parts[2] += starts - (ends - chunks[4])[index]
+        stops = np.union1d(ends, bounds[bounds > 0])
+        starts, chunk_of_part = np.append(0, stops[:-1]), np.searchsorted(ends, stops)
+        parts = chunks[:, chunk_of_part]
+        parts[2] += starts - (ends - chunks[4])[chunk_of_part]
         parts[4] = stops - starts
+        # Shuffle the parts within each stream.
         shuffle_keys = make_rng(self.seed, epoch, "epoch", "chunks").random(len(stops))
         return EpochLayout(parts[:, np.lexsort((shuffle_keys, np.searchsorted(bounds, stops)))])
 
@@ -393,7 +399,7 @@ class SlidingSampler(TrainingSampler):
         begins = np.maximum(starts[:-1] + (sizes - self.window) / 2, 0)
         ends = np.minimum(starts[:-1] + (sizes + self.window) / 2, length)
         first_blocks = (begins // block).astype(np.int64)
-        # Subtracted before rounding up, so that chunks do not all begin their blocks alike.
+        # Random rounding: rounded up alone, every chunk would have a sample in its first block.
         shifts = make_rng(self.seed, epoch, stream, "shifts").random(len(sizes))
         counts = np.zeros(-(-length // block), dtype=np.int64)
         cumulative = []

@@ -46,7 +46,7 @@ class CaptionTask(WritingTask):
     """Next-token cross-entropy of captions."""
 
     metric: ClassVar[str] = "cider"
-    untrained = SCORES | {"text_encoder.layers", "cross_encoder"}
+    frozen_parts = SCORES | {"text_encoder.layers", "cross_encoder"}
     config: CaptionConfig
 
     def __init__(
@@ -109,7 +109,7 @@ def build(
 ) -> tuple[CaptionTask, OrderedData]:
     """Build the task and its training data."""
     task = CaptionTask(config, parts, precision)
-    task.start_decoder(parts)
+    task.init_decoder(parts)
     return task, task.training_dataset().batches(config.data, batch, seed)
 
 

@@ -44,9 +44,9 @@ ENTRY_POINTS = "vlp.tasks"
 class TaskCard:
     """Facts about a kind of task for model cards."""
 
-    # Completes "a model for ...".
+    # Ending of "a model for ...".
     purpose: str
-    # The hub's pipeline tag.
+    # Pipeline tag of the hub.
     pipeline: str | None = None
     # Number of images of one item.
     images: int = 1
@@ -85,7 +85,7 @@ def task_kinds() -> tuple[str, ...]:
 
 
 def task_summary(kind: str) -> str:
-    """Return what a kind of task is, for `--help`; ValueError if unknown."""
+    """Return a phrase that describes a kind of task in `--help`; ValueError if unknown."""
     if kind in _BUILT_IN:
         return _BUILT_IN[kind][1]
     return get_task(kind).card.purpose

@@ -84,8 +84,8 @@ class Downstream(Task):
 
     # Figure of the evaluation that chooses the best model.
     metric: ClassVar[str]
-    # Parts of the model without a gradient from the loss, which are frozen.
-    untrained: ClassVar[frozenset[str]] = frozenset()
+    # Modules of the model that get no gradient from the loss.
+    frozen_parts: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(
         self, config: DownstreamConfig, parts: Loaded, precision: Precision = "float32"
@@ -93,7 +93,7 @@ class Downstream(Task):
         super().__init__(precision)
         self.config = config
         self.model: VLPModel = parts.model
-        self.model.freeze_untrained(self.untrained)
+        self.model.freeze_untrained(self.frozen_parts)
         self.text: TextProcessor = parts.text
         self.preprocess: Preprocessing = parts.preprocess
 
@@ -122,24 +122,27 @@ class Downstream(Task):
         raise NotImplementedError
 
     def accepts_head(self, metadata: Mapping[str, Any]) -> bool:
-        """Return whether to start from a head of the same kind that was trained with `metadata`."""
+        """Return whether to start from a head of the same kind that was saved with `metadata`."""
         return metadata == self.metadata()
 
     def load_head(self, parts: Loaded) -> bool:
-        """Copy the head of a folder of the same kind; False, and nothing copied, if it differs."""
+        """Copy the head of the folder of `parts` if it fits this task; return whether it does."""
         if parts.folder is None or not has_task(parts.folder):
             return False
         config, metadata = read_task(parts.folder)
+        if config["kind"] != self.kind or not self.accepts_head(metadata):
+            return False
         state = self.state_dict()
         shapes = {n: tensor.shape for n, tensor in state.items() if not n.startswith(_MODEL)}
-        is_equal = {n: tensor.shape for n, tensor in parts.heads.items()} == shapes
-        if (decoder := getattr(self.config, "decoder", None)) is not None:
+        if {n: tensor.shape for n, tensor in parts.heads.items()} != shapes:
+            return False
+        decoder = getattr(self.config, "decoder", None)
+        if decoder is not None:
             # The weights have the same shapes for any number of attention heads.
             cross_heads = self.model.config.cross.heads
             saved_heads = (config.get("decoder") or {}).get("heads")
-            is_equal &= (saved_heads or cross_heads) == (decoder.heads or cross_heads)
-        if config["kind"] != self.kind or not is_equal or not self.accepts_head(metadata):
-            return False
+            if (saved_heads or cross_heads) != (decoder.heads or cross_heads):
+                return False
         self.load_state_dict(dict(parts.heads), strict=False)
         return True
 
@@ -169,11 +172,11 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     """Load a fine-tuned task in evaluation mode, on the CPU."""
     loaded = from_pretrained(folder_or_name)
     config, metadata = read_task(folder_or_name)
-    spec = get_task(config["kind"])
-    if spec.restore is None:
-        raise ValueError(f"{folder_or_name}: a model for {spec.kind} has no head to load")
+    entry = get_task(config["kind"])
+    if entry.restore is None:
+        raise ValueError(f"{folder_or_name}: a model for {entry.kind} has no head to load")
     file = (loaded.folder or Path()) / TASK
-    restore = partial(spec.restore, validate(config, spec.config, file), loaded, metadata)
+    restore = partial(entry.restore, validate(config, entry.config, file), loaded, metadata)
     # Absurd sizes in a foreign file would fill the memory before the weights are compared.
     require_sizes(config, restore, loaded.heads, file)
     task: Downstream = restore()
@@ -184,7 +187,7 @@ def load_task(folder_or_name: str | Path) -> Downstream:
     missing = [name for name in missing if not name.startswith(_MODEL)]
     if missing or unknown:
         raise ValueError(
-            f"{folder_or_name}: the head's weights do not fit {spec.kind}: missing "
+            f"{folder_or_name}: the head's weights do not fit {entry.kind}: missing "
             f"{missing}, unknown {unknown}"
         )
     return task.eval()
@@ -227,11 +230,11 @@ def start_parts(init_from: str, changes: Mapping[str, Any]) -> tuple[Loaded, Loa
     """
     try:
         folder = local_folder(init_from)
-        plain = plain_config(folder / CONFIG)
+        values = plain_config(folder / CONFIG)
     except OSError as error:
         raise ConfigError(f"init_from: {init_from} is no model folder ({error})") from error
     try:
-        config = ModelConfig.model_validate(merge(plain, changes))
+        config = ModelConfig.model_validate(merge(values, changes))
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, ("model", *problem["loc"])))
@@ -261,12 +264,12 @@ def start_parts(init_from: str, changes: Mapping[str, Any]) -> tuple[Loaded, Loa
 
 
 class WritingTask(Downstream):
-    """Base of tasks with a decoder of texts; a subclass calls `add_decoder` in its constructor."""
+    """Base of tasks that generate text; a subclass calls `add_decoder` in its constructor."""
 
     decoder: AnswerDecoder
 
     def add_decoder(self, config: AnswerDecoderConfig, parts: Loaded, max_tokens: int) -> None:
-        """Create the decoder of texts of at most `max_tokens`, [CLS] and [SEP] included."""
+        """Create a decoder for texts of at most `max_tokens` tokens, [CLS] and [SEP] included."""
         text = parts.model.config.text
         if max_tokens > text.max_positions:
             raise ConfigError(
@@ -277,8 +280,11 @@ class WritingTask(Downstream):
         head = MLMHead(text.width, text.vocab_size)
         self.decoder = AnswerDecoder(config, parts.model.config, head)
 
-    def start_decoder(self, parts: Loaded) -> None:
-        """Load the folder's decoder; else its layers as configured, and its head from MLM's."""
+    def init_decoder(self, parts: Loaded) -> None:
+        """Copy the folder's decoder if it fits; else start its layers as configured.
+
+        The decoder's head then starts from the folder's MLM head.
+        """
         if self.load_head(parts):
             return
         decoder = self.decoder
@@ -290,8 +296,8 @@ class WritingTask(Downstream):
             logger.info("%s", report)
         if decoder.config.start == "none" and decoder.config.weights is None:
             return
-        head, source = decoder.head.state_dict(), strip_prefix(parts.heads, _MLM_HEAD)
-        weights = {n: w for n, w in source.items() if n in head and w.shape == head[n].shape}
+        head, mlm_head = decoder.head.state_dict(), strip_prefix(parts.heads, _MLM_HEAD)
+        weights = {n: w for n, w in mlm_head.items() if n in head and w.shape == head[n].shape}
         if len(weights) == len(head):
             decoder.head.load_state_dict(weights)
             logger.info("MLM head -> answer decoder: %d tensors", len(weights))
@@ -313,7 +319,7 @@ class WritingTask(Downstream):
         return [text.tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
     def text_probability(self, memory: Memory, processor: TextProcessor, text: str) -> float:
-        """Compute the probability of a text, its end token included, given a memory of one row.
+        """Return the probability of a text with its end token; `memory` has one row.
 
         `processor` tokenises the text.
         """

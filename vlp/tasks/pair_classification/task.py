@@ -93,7 +93,7 @@ class PairClassification(Distilled):
     """Cross-entropy of one class per sample, mixed with a teacher's soft targets."""
 
     metric: ClassVar[str] = "accuracy"
-    untrained = SCORES
+    frozen_parts = SCORES
     config: PairClassificationConfig
 
     def __init__(

@@ -47,20 +47,20 @@ def concatenate(chunks: Sequence[Any]) -> Any:
 
 def run_in_chunks(objective: Objective, step: Step, size: int) -> dict[str, Term]:
     """Run an objective on chunks and sum its losses; statistics are means over chunks."""
-    # The running threshold is updated before the backward pass, which runs chunks again with this
-    # value.
+    # The model's threshold is updated before the backward pass, which runs the chunks again: they
+    # need the value of the forward pass.
     threshold = step.model.anchor_threshold.clone()
     outputs = [
         checkpoint_activations(partial(_run_chunk, objective, step, rows, threshold))
         for rows in chunk_slices(len(step.batch.valid), size)
     ]
-    terms = [terms for terms, _ in outputs]
-    for name in outputs[0][1]:
-        values = [statistics[name] for _, statistics in outputs]
+    terms_by_chunk, statistics_by_chunk = zip(*outputs, strict=True)
+    for name in statistics_by_chunk[0]:
+        values = [statistics[name] for statistics in statistics_by_chunk]
         step.statistics[name] = torch.stack(values).mean()
     return {
-        name: Term(_sum([chunk_terms[name].loss for chunk_terms in terms]), term.weight)
-        for name, term in terms[0].items()
+        name: Term(_sum([terms[name].loss for terms in terms_by_chunk]), term.weight)
+        for name, term in terms_by_chunk[0].items()
     }
 
 
@@ -84,9 +84,9 @@ def _run_chunk(
         statistics={},
         image_kv=None,
     )
-    running, step.model.anchor_threshold = step.model.anchor_threshold, threshold
+    current_threshold, step.model.anchor_threshold = step.model.anchor_threshold, threshold
     try:
         terms = objective(chunk)
         return {name: term._replace(paths=None) for name, term in terms.items()}, chunk.statistics
     finally:
-        step.model.anchor_threshold = running
+        step.model.anchor_threshold = current_threshold

@@ -18,25 +18,26 @@ _BERT_HEAD = {
     "cls.predictions.transform.LayerNorm": "mlm_head.norm",
     "cls.predictions": "mlm_head",
 }
-_DECODER, _WORDS = "cls.predictions.decoder.weight", "embeddings.word_embeddings.weight"
+_DECODER = "cls.predictions.decoder.weight"
+_WORD_EMBEDDING = "embeddings.word_embeddings.weight"
 
 
 def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadReport]:
-    """Copy a public BERT's MLM head, as ALBEF does, and return a report in a list.
+    """Copy a public BERT's MLM head, as ALBEF does, and return a list of one report.
 
-    The list is empty, and nothing is copied, if a side lacks the head, shapes differ, or the public
-    head is not tied to the word embedding, as this package's is.
+    Copies nothing and returns an empty list if `modules` or `bert` has no MLM head, if shapes
+    differ, or if the public head's decoder is not tied to its word embedding.
     """
     if "mlm_head" not in modules:
         return []
     heads = nn.ModuleDict({"mlm_head": modules["mlm_head"]})
     state, weights = heads.state_dict(), {}
     try:
-        names = current_names(read_bert(bert).state, bert)
-        decoder, table = map(names.get, (_DECODER, _WORDS))
-        if decoder and table and not torch.equal(decoder[1], table[1]):
+        entries = current_names(read_bert(bert).state, bert)
+        decoder, embedding = entries.get(_DECODER), entries.get(_WORD_EMBEDDING)
+        if decoder and embedding and not torch.equal(decoder[1], embedding[1]):
             return []
-        for name, (_, tensor) in names.items():
+        for name, (_, tensor) in entries.items():
             module_name, _, parameter_name = name.rpartition(".")
             key = f"{_BERT_HEAD.get(module_name)}.{parameter_name}"
             if key in state and state[key].shape == tensor.shape:
@@ -49,7 +50,7 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
 
 
 def start_heads(modules: Mapping[str, nn.Module], init_from: str) -> list[LoadReport]:
-    """Copy a model folder's head weights of equal name and shape, and return a report in a list.
+    """Copy a model folder's head weights of equal name and shape, and return a list of one report.
 
     The list is empty if the folder has no heads.
     """

@@ -154,7 +154,7 @@ TOKEN_SCALE = 10.0
 
 
 class Contrastive(Objective):
-    """Contrast of images and captions with the keys of all ranks and of the teacher's queue.
+    """Contrastive loss over the images and captions of all ranks and of the teacher's queue (ITC).
 
     Inputs: features of the unmasked batch; a teacher's keys and soft targets. The paper's form
     (Eqs 1-2) reads tokens instead of soft targets. Loss: `contrastive`.
@@ -174,16 +174,17 @@ class Contrastive(Objective):
         return contrastive if contrastive and contrastive.kind != "sigmoid" else None
 
     def __call__(self, step: Step) -> dict[str, Term]:
-        """Compute the loss over rows, both ways."""
+        """Compute the loss, image-to-text and text-to-image."""
         settings, batch, teacher = self.settings, step.batch, step.teacher
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
         positive = positives(batch.pair_ids, keys.pair_ids)
-        # A pair that matches by way of a third row is neither positive nor negative. The first keys
-        # are those of all ranks' batches; a search in the queue would take too long.
+        # Pairs that a third row links are neither positives nor negatives. The first keys are the
+        # batches of all ranks; linked pairs in the queue stay, as the search takes too long there.
         batch_ids = keys.pair_ids[: len(batch.valid) * world_size()]
-        is_related = related(batch.pair_ids, batch_ids, batch_ids)
-        is_related = functional.pad(is_related, (0, len(keys.valid) - len(batch_ids)))
+        related_in_batch = related(batch.pair_ids, batch_ids, batch_ids)
+        queue_length = len(keys.valid) - len(batch_ids)
+        is_related = functional.pad(related_in_batch, (0, queue_length))
         candidate_valid = keys.valid & (positive | ~is_related)
         if settings.is_paper_form:
             loss = paper_anchor_loss(
@@ -275,7 +276,7 @@ class SigmoidContrastive(Objective):
 
 
 class TokenTerms(Objective):
-    """Contrast of tokens within sample groups, with the weight of the contrastive objective.
+    """Contrastive losses of tokens within sample groups; their weights multiply the objective's.
 
     Inputs: tokens of the unmasked batch. Losses: `token` (captions against images), `word` (words
     against images), `phrase` (a word imitates a more selective neighbour). Logs `token_scale`.
@@ -302,7 +303,7 @@ class TokenTerms(Objective):
         return {"token_scale": self.scale}
 
     def __call__(self, step: Step) -> dict[str, Term]:
-        """Compute the losses over captions (`token`) and over words (the others)."""
+        """Compute `token`, a mean over captions, and `word` and `phrase`, means over words."""
         batch, token, weight = step.batch, self.settings.token, self.settings.weight
         captions, words = token_losses(
             step.image.tokens,
@@ -329,7 +330,7 @@ class TokenTerms(Objective):
 class ImageTextMatching(Objective):
     """Classification of matching pairs against hard negatives of each image and each text.
 
-    Inputs: both encoders' outputs on the unmasked batch, whose `uniform` samples the negatives.
+    Inputs: both encoders' outputs on the unmasked batch; `batch.uniform` draws the negatives.
     Loss: `itm`, pairwise or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
     """
 
@@ -348,12 +349,12 @@ class ImageTextMatching(Objective):
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             temperature = pair_temperature(step.model, self.objectives)
             similarity = image.feature @ text.feature.T / temperature
-        settings, count = self.settings, self.settings.listwise or 1
+        settings, num_negatives = self.settings, self.settings.listwise or 1
         negatives = hard_negatives(
-            similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, count
+            similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, num_negatives
         )
         rows = torch.arange(len(batch.valid), device=batch.valid.device)
-        row_of_negative = rows.repeat_interleave(count)
+        row_of_negative = rows.repeat_interleave(num_negatives)
         pairs = PairIndices(
             texts=torch.cat([rows, negatives.text_for_image, row_of_negative]),
             images=torch.cat([rows, row_of_negative, negatives.image_for_text]),
@@ -379,10 +380,10 @@ class ImageTextMatching(Objective):
             # Two lists a row: its image with the negative texts, its text with negative images.
             log_odds = logits[:, 1] - logits[:, 0]
             matching, not_matching = log_odds.split([len(rows), 2 * len(row_of_negative)])
-            positive, negative = matching.repeat(2), not_matching.unflatten(0, (-1, count))
-            # All negatives of a list exist or none does: each list's first flag is enough.
-            mask = torch.cat([negatives.has_text, negatives.has_image])[::count]
-            mask = mask & batch.valid.repeat(2)
+            positive, negative = matching.repeat(2), not_matching.unflatten(0, (-1, num_negatives))
+            # A list has all its negatives or no negative: the flag of its first one is enough.
+            has_negatives = torch.cat([negatives.has_text, negatives.has_image])[::num_negatives]
+            mask = has_negatives & batch.valid.repeat(2)
             correct = (positive > negative.amax(1)).detach() & mask
             loss = listwise_itm_loss(positive, negative, mask)
         step.statistics["itm_accuracy"] = correct.sum() / mask.sum().clamp(min=1)
@@ -428,17 +429,20 @@ class MaskedLanguageModelling(Objective):
     ) -> tuple[Tensor, Tensor]:
         """Return logits (R, vocabulary) and labels (R,); -100 labels surplus rows on a GPU."""
         batch = step.batch
-        masked = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
+        masked_text = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
         labels, num_rows, image_kv, query_indices = batch.mlm_labels, None, None, None
         # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed; a CPU
         # computes only the queries of masked tokens.
         if on_gpu(labels):
             num_rows = prediction_rows(labels.numel(), self.settings.probability)
         elif step.shares_images:
-            image_kv = step.image_key_values() if model is step.model else None
+            if (
+                model is step.model
+            ):  # the cache holds keys and values of the student, not the teacher
+                image_kv = step.image_key_values()
             query_indices, labels = masked_columns(labels)
         features = model.cross(
-            image, masked, need_image=False, image_kv=image_kv, query_indices=query_indices
+            image, masked_text, need_image=False, image_kv=image_kv, query_indices=query_indices
         )
         states, labels = masked_positions(features.text, labels, batch.valid, num_rows)
         return head(states, model.text_encoder.word_table), labels
@@ -467,13 +471,14 @@ class MaskedImageModelling(Objective):
         """Compute the loss over masked patches."""
         model, batch = step.model, step.batch
 
-        def mask(patches: Tensor) -> Tensor:
+        def apply_mask(patches: Tensor) -> Tensor:
             return self.head.mask_token(patches, batch.mim_mask)
 
         if self.settings.output == "image":
-            states = model.image_encoder.drop_summary(model.image_encoder(batch.pixels, mask))
+            output = model.image_encoder(batch.pixels, apply_mask)
+            states = model.image_encoder.drop_summary(output)
         else:
-            features = model.cross(model.encode_image(batch.pixels, mask), step.text)
+            features = model.cross(model.encode_image(batch.pixels, apply_mask), step.text)
             assert features.image is not None
             states = features.image
         patches = self.head(states[:, 1:])  # without [CLS]

@@ -84,10 +84,10 @@ def anchor_sums(
 
 def statistics_of_sums(sums: Tensor) -> AnchorStatistics:
     """Compute the statistics from (5, G) sums of `anchor_sums`."""
-    anchors, reachable, entries, spread, words = sums
+    anchors, reachable, entries, spread, words_with_spread = sums
     entries = entries.clamp(min=1)
-    statistics = (anchors / entries, reachable / entries, spread / words.clamp(min=1))
-    return AnchorStatistics(*(statistic.float() for statistic in statistics))
+    means = (anchors / entries, reachable / entries, spread / words_with_spread.clamp(min=1))
+    return AnchorStatistics(*(mean.float() for mean in means))
 
 
 @torch.no_grad()
@@ -120,11 +120,11 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
     `valid` is (B,).
     """
     (features,) = full_precision(features)
-    rows = torch.ones_like(features[:, :1], dtype=torch.bool) if valid is None else valid[:, None]
-    count = rows.sum()
+    mask = torch.ones_like(features[:, :1], dtype=torch.bool) if valid is None else valid[:, None]
+    count = mask.sum()
     unit = F.normalize(features, dim=-1)
-    mean = torch.where(rows, unit, 0).sum(0) / count.clamp(min=1)
-    variance = torch.where(rows, (unit - mean).square(), 0).sum(0) / count.clamp(min=1)
+    mean = torch.where(mask, unit, 0).sum(0) / count.clamp(min=1)
+    variance = torch.where(mask, (unit - mean).square(), 0).sum(0) / count.clamp(min=1)
     return torch.where(count < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
 
 
@@ -216,7 +216,7 @@ def _feature_statistics(step: Step) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _word_cosines(step: Step) -> dict[str, Tensor]:
-    """Return words' mean cosines with patches of their own object's box and of other objects'.
+    """Return the mean cosines of words with patches in their object's box, and in other boxes.
 
     The result is empty if augmentation moves patches; means are 0 if no caption has word boxes.
     """
@@ -232,7 +232,7 @@ def _word_cosines(step: Step) -> dict[str, Tensor]:
     return {"word_own_box": same_object, "word_other_box": other_object}
 
 
-# Of a histogram over [-1, 1]: steps of 5e-4, far below the spread of the similarities.
+# Bins of the histogram over [-1, 1]: 5e-4 wide, far below the spread of the similarities.
 BINS = 4000
 
 
@@ -262,17 +262,17 @@ def _quantile(counts: Tensor, quantile: float) -> Tensor:
     return torch.where(total > 0, edge, torch.nan)
 
 
-def _histogram(similarity: Tensor, word_mask: Tensor, on_device: bool | None = None) -> Tensor:
-    """Count the words' entries of similarity (B, M, N, G) by bin, int64; word_mask: (B, N) bool."""
-    # Selecting the words would make a GPU wait for their number; a CPU counts fewer entries so.
+def _histogram(similarity: Tensor, word_mask: Tensor) -> Tensor:
+    """Count entries of words in similarity (B, M, N, G): (BINS,) int64; word_mask: (B, N) bool."""
     by_token = similarity.transpose(1, 2)
-    if on_gpu(similarity) if on_device is None else on_device:
-        return _histogram_on_device(by_token, word_mask)
+    # Selecting the words saves a CPU work, but makes a GPU wait for their number.
+    if on_gpu(similarity):
+        return _gpu_histogram(by_token, word_mask)
     return torch.bincount(_bin_index(by_token[word_mask].flatten()), minlength=BINS)
 
 
 @region
-def _histogram_on_device(by_token: Tensor, word_mask: Tensor) -> Tensor:
+def _gpu_histogram(by_token: Tensor, word_mask: Tensor) -> Tensor:
     # `histc` ignores entries outside of its range, such as -1.
     index = _bin_index(by_token).float().masked_fill(~word_mask[..., None, None], -1)
     return index.histc(BINS, -0.5, BINS - 0.5).long()
@@ -291,10 +291,10 @@ def update_threshold(
     quantile: float,
     momentum: float,
 ) -> None:
-    """Update a 0-d threshold, in place, to the running mean of batches' quantiles.
+    """Update a 0-d threshold, in place, to the running mean of the quantiles of batches.
 
-    An initial 0 is replaced by the first quantile; a batch without words changes nothing. Every
-    rank must call it. Arguments are as of `similarity_quantile`.
+    The first quantile replaces an initial 0; a batch without words changes nothing. Every rank
+    must call it. Arguments as in `similarity_quantile`; momentum: weight of the previous mean.
     """
     batch_quantile = similarity_quantile(similarity, word_mask, valid, quantile)
     threshold.copy_(_running_mean(threshold, batch_quantile, momentum))

@@ -36,12 +36,12 @@ from vlp.tasks.teacher import MomentumTeacher
 
 
 class Pretraining(Task):
-    """The VLP model with the configured objectives; `forward` computes one rank's share of a batch.
+    """The VLP model with the configured objectives; `forward` takes a rank's rows of a batch.
 
     Args:
         config: sizes of a new model, and its public weights.
         objectives: settings of the objectives and of the teacher.
-        vocabulary: tokenizer's folder or hub name, for the model folder.
+        vocabulary: folder or hub name of the tokenizer that `save_model` writes.
         log_every: steps between costly statistics.
         init_from: model folder with the weights of model and heads; then public weights are not
             read, except for an MLM head that the folder lacks.
@@ -92,8 +92,8 @@ class Pretraining(Task):
 
     def forward(self, batch: Batch, step: int) -> StepOutput:
         """Compute losses and statistics of a batch; `step` counts optimiser steps from 0."""
-        # Texts are cut to the longest of the rank's share, which only changes rounding unless an
-        # encoding reads padding. On a GPU, reading that length would stall the stream.
+        # Cut texts to the rank's longest, which changes only rounding unless an encoding reads
+        # padding. On a GPU, reading that length would stall the stream.
         if not (on_gpu(batch.text_ids) or self.is_compiled or self.config.cross.reads_padding):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
@@ -190,7 +190,7 @@ class Pretraining(Task):
 
     @property
     def static_shapes(self) -> bool:
-        """Return False with text length groups, as each is cut to its longest text."""
+        """Return False with text length groups: each group is cut to its longest text."""
         return self.config.text.length_groups == 1
 
     def after_step(

@@ -72,7 +72,7 @@ class Vqa(Distilled, WritingTask):
     """Negative log-likelihood of answers, weighted by the share of people who gave them."""
 
     metric: ClassVar[str] = "accuracy"
-    untrained = SCORES
+    frozen_parts = SCORES
     config: VqaConfig
 
     def __init__(
@@ -199,7 +199,7 @@ def build(
             "task.data.max_answer %d, or unknown words), which replaces them; for example %r",
             *(duplicates, len(answers), data.max_answer, example),
         )
-    task.start_decoder(parts)
+    task.init_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
 
 

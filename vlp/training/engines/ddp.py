@@ -125,12 +125,12 @@ class DdpEngine:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full float32 state, with buffers, on rank 0's CPU; empty elsewhere."""
-        return distributed.on_rank_0(self._state())
+        return distributed.rank_0_copies(self._state())
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""
         optimiser = self._moments() | self._scale.state()
-        return {WEIGHTS: self.state_dict(), OPTIMISER: distributed.on_rank_0(optimiser)}
+        return {WEIGHTS: self.state_dict(), OPTIMISER: distributed.rank_0_copies(optimiser)}
 
     @torch.no_grad()
     def load(self, folder: Path | None) -> None:

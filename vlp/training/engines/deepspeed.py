@@ -89,13 +89,13 @@ def shards_parameters(training: TrainingConfig) -> bool:
 
 @contextmanager
 def _broadcast_scalars(task: nn.Module, stage: int) -> Iterator[None]:
-    """Broadcast scalar parameters (temperatures) in place of `deepspeed.initialize`, run within."""
+    """Broadcast scalar parameters (temperatures) and hide them from the `initialize` within."""
     # DeepSpeed 0.19 broadcasts parameters as bytes, and PyTorch cannot view a scalar as bytes.
     # Stages 0 to 2 skip parameters that are marked as differing between ranks; stage 3 has no such
     # mark and gets vectors of one element.
     scalars: list[Any] = [parameter for parameter in task.parameters() if parameter.ndim == 0]
     for parameter in scalars:
-        parameter.data.copy_(distributed.tensor_from_rank_0(parameter.detach().cpu()))
+        parameter.data.copy_(distributed.broadcast_tensor(parameter.detach().cpu()))
         if stage == 3:
             parameter.data = parameter.data.view(1)
         else:
@@ -180,7 +180,7 @@ class DeepSpeedEngine:
             value = self._read_parameter(parameter)  # collective
             if self.rank == 0:
                 state[name] = host_copy(value)
-        return state | distributed.on_rank_0(saved_buffers(self.module))
+        return state | distributed.rank_0_copies(saved_buffers(self.module))
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of the state by file and name on rank 0's CPU; empty elsewhere."""

@@ -30,9 +30,9 @@ class Update(NamedTuple):
         applied: False if a gradient is not finite, which leaves weights and optimiser state as they
             were.
         gradient_norm: the global norm before clipping; not finite if the step was not applied.
-        loss_scale: that of the step; None without loss scaling.
+        loss_scale: loss scale of the step; None without loss scaling.
 
-    The first two are 0-d tensors while a device still computes them.
+    `applied` and `gradient_norm` are 0-d tensors while a device still computes them.
     """
 
     applied: bool | Tensor
@@ -105,7 +105,7 @@ class LossScale:
         self._applied_steps = 0  # since the last change
 
     def update(self, applied: bool) -> float | None:
-        """Set the scale of the next step; return that of this step, None without loss scaling."""
+        """Set the scale of the next step; return this step's scale, None without loss scaling."""
         if not self.enabled:
             return None
         scale = self.value

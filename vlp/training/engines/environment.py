@@ -50,7 +50,7 @@ def check_accelerate_flags(training: TrainingConfig) -> None:
     """Require that flags of `accelerate launch` agree with the configuration."""
     compiles = resolve_compile(training.compile, distributed.default_device()) != "none"
     micro_steps = str(training.gradient_accumulation_steps)
-    # Flag -> key that a training reads instead, the flag's default, and the key's value as a flag.
+    # Flag -> key that a training reads instead, and accepted values: default, value of the key.
     flags = {
         "mixed_precision": ("precision", "no", training.precision),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", "1", micro_steps),
@@ -150,8 +150,8 @@ def is_emulated(device: torch.device, precision: str) -> bool:
     return not getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")()
 
 
-def advise(setting: str, precision: str) -> None:
-    """Warn on rank 0 if this CPU only emulates the precision; setting: its key."""
+def warn_if_emulated(setting: str, precision: str) -> None:
+    """Warn on rank 0 if this CPU only emulates the precision; `setting` names the option."""
     if distributed.rank() == 0 and is_emulated(distributed.default_device(), precision):
         print(
             f"{setting}: this CPU has no instructions for {precision}; float32 is several times as "
