@@ -96,23 +96,21 @@ class Samples:
 
 
 def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
-    """Return a sample without blank captions, with caption indices of words updated.
+    """Return a sample without blank captions, to which its words' caption indices are adapted.
 
-    A word of a blank or missing caption makes it a SkippedSample.
+    The sample is skipped if a word belongs to a blank or missing caption.
     """
-    if isinstance(sample, SkippedSample):
+    if isinstance(sample, SkippedSample) or sample.annotation.words is None:
         return sample
     annotation = sample.annotation
-    if annotation.words is None:
-        return sample
     indices = caption_indices(annotation)
     words = []
-    for word in annotation.words:
+    for word in sample.annotation.words:
         if word.caption not in indices:
-            where = (
+            location = (
                 f"{'/'.join(sample.image_identity)}: word {word.word!r} of caption {word.caption}"
             )
-            return SkippedSample("bad annotation", f"{where}, which is blank or missing")
+            return SkippedSample("bad annotation", f"{location}, which is blank or not there")
         words.append(word.model_copy(update={"caption": indices.index(word.caption)}))
     without_blanks = annotation.model_copy(update={"captions": sample.captions, "words": words})
     return sample._replace(annotation=without_blanks)
@@ -141,9 +139,9 @@ _ALIGNMENT = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return the number of worker processes: `workers`.
+    """Return the number of worker processes: `workers`, by default 0 on a CPU.
 
-    None: 0 on a CPU, and on a GPU the number of this rank's cores, at most 8.
+    The default on a GPU is the number of this rank's cores, at most 8.
     """
     if workers is not None:
         return workers
@@ -168,7 +166,7 @@ class BlockReader(Generic[Value]):
 
     @contextmanager
     def prefetch(self, blocks: range) -> Iterator[None]:
-        """Read `blocks` in the background within the context, for access in rising order."""
+        """Read `blocks` in the background within the context; fast if used in rising order."""
         self._prefetch_blocks = blocks if self._workers else range(0)
         try:
             yield
@@ -189,7 +187,7 @@ class BlockReader(Generic[Value]):
         if self._worker_values is None or block != self._next_block:
             self._stop()
             self._worker_values = self._from_workers(range(block, self._prefetch_blocks.stop))
-        # -1 if `next` raises: the workers then start again at the next block that is read.
+        # If `next` raises, the workers start again for any block.
         self._next_block = -1
         value = next(self._worker_values)
         self._next_block = block + 1
@@ -221,7 +219,7 @@ class BlockReader(Generic[Value]):
 
 
 class _Parcel(NamedTuple):
-    """A value from a worker: its pickle without tensors, and the bytes of all its tensors."""
+    """A value that a worker sends: its pickle without tensors, and the bytes of all its tensors."""
 
     content: bytes
     # One buffer, as each tensor from a DataLoader's worker costs a file descriptor.

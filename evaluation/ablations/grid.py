@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +22,16 @@ from data_tools.executor import Executor, raise_if_stopped
 from evaluation.ablations.config import AblationConfig
 from evaluation.vision.frozen import FrozenConfig, fit, load_tokens
 from vlp.config import ConfigError, load_config, parse_yaml, read_values, save_config
-from vlp.io import parse_json, write_json
+from vlp.io import parse_json, remove, write_json
 from vlp.signals import end_with_parent
 from vlp.training.config import FinetuneConfig, PretrainConfig, RunConfig, VisionConfig
-from vlp.training.run_folder import compare
+from vlp.training.run_folder import compare, read_log
 
 VLP = (sys.executable, "-m", "launch")
 RESULT = "result.json"
 _POLL_SECONDS = 0.2
+# Steps of a run whose rate is measured over the second half; the first steps load and compile.
+_TIMED_STEPS = 24
 
 # Figures by variant and seed.
 Results = dict[tuple[str, int], dict[str, float]]
@@ -147,6 +149,40 @@ def run_ablation(
         evaluate = partial(evaluate_run, config=config)
         do_runs(runs, config.jobs, evaluate, config.evaluation(), print_line)
     return results(config, source)
+
+
+def steps_within(
+    seconds: float, runs: Sequence[Run], out: Path, overrides: Mapping[str, Any], jobs: int
+) -> int:
+    """Return the steps of the slowest variant in `seconds`, without start and evaluation.
+
+    `out`/rate.json keeps the rates, so that a resumed comparison has the same steps.
+    """
+    file, folder = out / "rate.json", out / "rate"
+    stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if stored.get("overrides") != overrides:
+        variants = {run.variant: run for run in runs}
+        print(f"timing {_TIMED_STEPS} steps of {', '.join(variants)}")
+        remove(folder)
+        time_run = partial(_time_steps, folder=folder, threads=(os.cpu_count() or 1) // jobs or 1)
+        rates = dict(Executor(jobs, spawn=True).map(time_run, variants.values()))
+        stored = {"overrides": overrides, "step_seconds": rates}
+        write_json(file, stored)
+        remove(folder)
+    name, slowest = max(stored["step_seconds"].items(), key=lambda item: item[1])
+    steps = max(1, int(seconds / slowest))
+    print(f"{steps} steps a run: the slowest encoding, {name}, takes {slowest:.3g} s a step")
+    return steps
+
+
+def _time_steps(run: Run, folder: Path, threads: int) -> tuple[str, float]:
+    """Train a variant for a few steps; return its name and the seconds of a step."""
+    target = folder / run.variant
+    changes = [f"output={json.dumps(str(target))}", f"training.steps={_TIMED_STEPS}"]
+    changes += ["training.log_every=1", "training.trackers=[]"]
+    run_with_log([*run.command, *changes], Path(f"{target}.log"), threads)
+    seconds = [record["seconds"] for record in read_log(target / "log.jsonl")[0]]
+    return run.variant, (seconds[-1] - seconds[-1 - _TIMED_STEPS // 2]) / (_TIMED_STEPS // 2)
 
 
 def do_runs(

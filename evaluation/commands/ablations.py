@@ -117,7 +117,18 @@ def compare(
     test: Annotated[str, Option(metavar="DIR", help="the same, to evaluate on")],
     out: Annotated[Path, Option(metavar="DIR", help="runs and report")] = Path("runs/compare"),
     seeds: Annotated[str, Option(metavar="N,...", help="two or more")] = "0,1,2",
-    epochs: Annotated[int, Option(parser=positive, metavar="N", help="over the images")] = 10,
+    epochs: Annotated[
+        int | None, Option(parser=positive, metavar="N", help="over the images (default 10)")
+    ] = None,
+    minutes_a_run: Annotated[
+        int | None,
+        Option(
+            parser=positive,
+            metavar="N",
+            help="in place of --epochs: as many steps for all as the slowest encoding trains in "
+            "these minutes, timed first",
+        ),
+    ] = None,
     absolute: Annotated[
         Literal["keep", "drop"],
         Option(help="encodings stand beside the model's own positions, or replace them"),
@@ -143,7 +154,7 @@ def compare(
     import torch
 
     from evaluation.ablations.config import AblationConfig
-    from evaluation.ablations.grid import check
+    from evaluation.ablations.grid import check, steps_within
     from evaluation.ablations.grid import plan as plan_runs
     from vlp.config import ConfigError, dump_yaml, load_plugins, parse_yaml, validate
     from vlp.io import write_text
@@ -169,13 +180,15 @@ def compare(
         "task.data.train": train,
         "task.data.test": test,
         "training.precision": "bf16" if torch.cuda.is_available() else "float32",
-        "training.epochs": epochs,
+        "training.epochs": epochs or 10,
     }
     for override in overrides or ():
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
         changes[key] = parse_yaml(value)
+    if minutes_a_run and (epochs or "training.steps" in changes):
+        raise ConfigError("--minutes-a-run sets the steps: leave out --epochs and training.steps")
     values = {
         "output": str(out),
         "plugins": [str(Path(p).resolve()) if p.endswith(".py") else p for p in plugin or ()],
@@ -214,6 +227,10 @@ def compare(
     # The comparison is an ablation: its file can be edited and run by `vlp ablate`.
     file = out / "comparison.yaml"
     write_text(out / "training.yaml", training)
+    if minutes_a_run:
+        runs = plan_runs(config, file)
+        changes["training.steps"] = steps_within(60 * minutes_a_run, runs, out, changes, jobs)
+        config = validate(values, AblationConfig, "vlp positions compare")
     write_text(file, f"# vlp ablate --config {file}\n{dump_yaml(values)}")
     _run(config, file, plan=plan)
 

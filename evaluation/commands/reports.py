@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -177,7 +180,7 @@ def serve_app(
 
     It offers search, questions, captions, grounding and anchors, as far as the folder was
     fine-tuned for them; search needs --shards. Only this machine reaches the page, unless --host
-    is another address.
+    is another address. The user's cache folder keeps the features of the searched images.
 
     \b
       vlp app --model runs/ace/model --shards shards/scenes/val
@@ -188,6 +191,29 @@ def serve_app(
     require_single_process("run vlp app in one process, without torchrun")
     # Before the images are encoded, which takes minutes.
     gradio_module()
-    session = ModelSession(model, shards or (), limit=limit, device=device)
+    store = _gallery_store(model, shards, limit) if shards else None
+    session = ModelSession(model, shards or (), limit=limit, device=device, store=store)
     print(f"http://{host}:{port}, end it with Ctrl-C", flush=True)
     serve(session, host, port)
+
+
+def _gallery_store(model: str, shards: list[str], limit: int | None) -> tuple[Path, str] | None:
+    """Return the file of a page's features and a hash of their inputs; None: keep none."""
+    from evaluation.jobs import RetrievalJob
+    from evaluation.samples import EvaluationError
+    from evaluation.suite.suite import job_key
+    from vlp.config import validate
+    from vlp.data.limits import limits
+    from vlp.models.pretrained.local_copy import local_folder
+
+    job = validate({"shards": shards, "limit": limit}, RetrievalJob, "vlp app")
+    # Without a home, or a model or shards, of which the session tells.
+    with suppress(OSError, RuntimeError, EvaluationError):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlp"
+        cache.mkdir(0o700, parents=True, exist_ok=True)
+        cache.chmod(0o700)  # fails for another user's
+        folder = local_folder(model)
+        place = "\n".join([*map(os.path.realpath, [folder, *shards]), str(limit)])
+        name = f"page-{hashlib.sha256(place.encode()).hexdigest()[:16]}.npz"
+        return cache / name, f"{job_key(job, folder, {})} {limits()}"
+    return None

@@ -79,7 +79,7 @@ class CaptionedImage(NamedTuple):
 
 
 class ModelSession:
-    """A model folder, and a gallery of `shards` to search."""
+    """A model folder, and a gallery of `shards` to search; store: as of `Gallery`."""
 
     def __init__(
         self,
@@ -88,6 +88,7 @@ class ModelSession:
         *,
         limit: int | None = None,
         device: torch.device | str | None = None,
+        store: tuple[Path, str] | None = None,
     ) -> None:
         self.name = str(folder)
         self.device = torch.device(device) if device is not None else default_device()
@@ -99,7 +100,7 @@ class ModelSession:
             self.loaded = load_model(folder)
         (self._task or self.loaded.model).to(self.device).eval()
         options = EvalOptions(limit, device=self.device, progress=True)
-        self.gallery = Gallery(self.loaded, shards, options) if shards else None
+        self.gallery = Gallery(self.loaded, shards, options, store) if shards else None
         self._min_side = max(DISPLAY_SIDE, DECODED_SIDES * self.loaded.preprocess.image_size)
         # Further arguments are part of the key: time, size and limits.
         self._read = lru_cache(CACHED_IMAGES)(lambda file, *_: self._image(file))

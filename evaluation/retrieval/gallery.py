@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from evaluation.encoder import GIBIBYTE, Encoder, require_finite
+from evaluation.encoder import (
+    GIBIBYTE,
+    Block,
+    BlockCache,
+    Collection,
+    Encoder,
+    encode_image,
+    require_finite,
+)
 from evaluation.options import EvalOptions
 from evaluation.retrieval.rerank import similarity
 from evaluation.samples import CaptionedSample, EvaluationError, Samples
 from evaluation.work_sharding import ProcessGroup, evaluating, evaluation_autocast
 from vlp.data.shards.sample_files import SkippedSample
+from vlp.io import atomic_write
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.folder import Loaded
 
@@ -30,19 +41,60 @@ class Hit(NamedTuple):
 
 
 class Gallery:
-    """The images of shard folders with their features; samples of one image are merged."""
+    """The images of shard folders with their features; samples of one image are merged.
+
+    store: file that keeps the images' features, and a hash of their inputs. `collection` is set
+    unless they were read from it.
+    """
+
+    collection: Collection
 
     def __init__(
-        self, loaded: Loaded, shards: Sequence[str | Path], options: EvalOptions = EvalOptions()
+        self,
+        loaded: Loaded,
+        shards: Sequence[str | Path],
+        options: EvalOptions = EvalOptions(),
+        store: tuple[Path, str] | None = None,
     ) -> None:
         self.loaded = loaded
         self._samples = Samples(shards, options.limit)
+        self._encoded = BlockCache(self._encode_image, GIBIBYTE)
         with evaluating(loaded.model, options.device) as torch_device:
             self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
+            self._is_stored = store is not None and self._read(*store)
+            if self._is_stored:
+                return
             self.collection = self.encoder.collect(ProcessGroup.current())
+        self._features = self.collection.image_features
+        self._sample_indices = np.array([s.sample_index for s in self.collection.samples])
+        with suppress(OSError):  # a full disk
+            if store is not None:
+                with atomic_write(store[0]) as file:
+                    arrays = {"features": self._features.cpu(), "samples": self._sample_indices}
+                    np.savez(file, inputs=store[1], **arrays)
+
+    def _read(self, file: Path, inputs: str) -> bool:
+        """Read stored features; return False if they are missing, damaged or of other inputs."""
+        try:
+            with np.load(file) as stored:
+                if str(stored["inputs"]) != inputs:
+                    return False
+                self._features = torch.from_numpy(stored["features"]).to(self.encoder.device)
+                self._sample_indices = stored["samples"]
+            # Code may have changed, such as a plugin's. The precision changes a feature by less.
+            first = self._encoded[0].features.feature[0].float()
+            return bool(first @ self._features[0] > 0.999)
+        # Damage has errors of many classes, in the data by the CRC-32 of a ZIP file.
+        except Exception:
+            return False
+
+    def _encode_image(self, index: int) -> Block:
+        """Encode one image, as stored features have no token states."""
+        with evaluation_autocast(self.encoder.device, self.encoder.precision):
+            return Block(encode_image(self.loaded, self.image(index).image, self.encoder.device))
 
     def __len__(self) -> int:
-        return len(self.collection.image_features)
+        return len(self._features)
 
     def image(self, index: int, min_size: int | None = None) -> CaptionedSample:
         """Return an image and the captions of its first sample.
@@ -50,19 +102,20 @@ class Gallery:
         Both sides keep `min_size` pixels, as in `vlp.data.image.decode.decode_image`.
         """
         if not 0 <= index < len(self):
-            raise EvaluationError(f"image {index} does not exist: indices are 0 to {len(self) - 1}")
-        sample = self._samples.read(self.collection.samples[index].sample_index, min_size)
+            raise EvaluationError(f"there are {len(self)} images, none has index {index}")
+        sample = self._samples.read(int(self._sample_indices[index]), min_size)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
 
     def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Hit]:
-        """Return the `top` best images for a text, best first.
+        """Return the `top` best images for a text.
 
-        The `rerank` nearest images are re-ranked by similarity / temperature + match log-odds.
+        The dual encoder's nearest `rerank` images are re-ranked by similarity / temperature plus
+        match log-odds, as in `evaluation.retrieval.retrieval`.
         """
         if top < 1 or rerank < 0:
-            raise EvaluationError(f"top {top} must be at least 1, and rerank {rerank} at least 0")
+            raise EvaluationError(f"top {top}, rerank {rerank}: at least 1 and 0")
         model = self.loaded.model
         with torch.no_grad(), evaluating(model, self.encoder.device) as torch_device:
             tokens = [part.to(torch_device) for part in self.loaded.text([text])]
@@ -70,7 +123,7 @@ class Gallery:
                 query = model.encode_text(*tokens)
             if not query.word_mask.any():
                 raise EvaluationError(f"the text {text!r} holds no word")
-            similarities = similarity(query.feature, self.collection.image_features)[0]
+            similarities = similarity(query.feature, self._features)[0]
             require_finite(similarities)
             order = torch.argsort(similarities, descending=True, stable=True)
             nearest, hits = order[: max(top, rerank)].tolist(), []
@@ -89,7 +142,11 @@ class Gallery:
     def _match(self, indices: list[int], query: TextFeatures) -> list[float]:
         """Return the match log-odds of images with the query, a batch of one."""
         rows = []
-        for block, row in self.collection.image_location[indices].tolist():
+        for index in indices:
+            if self._is_stored:
+                rows.append(self._encoded[index].features)
+                continue
+            block, row = self.collection.image_location[index].tolist()
             features = self.encoder.images[block].features
             rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))

@@ -19,8 +19,8 @@ from evaluation.results import (
     Figure,
     Result,
     Table,
+    cut_notes,
     reranked_top,
-    truncation_notes,
     untrained_match_notes,
 )
 from evaluation.retrieval.query_bank import normalised_features
@@ -59,15 +59,15 @@ def positive_ranks(
     bank_temperature: float = BANK_TEMPERATURE,
     add_match_stage: bool = False,
 ) -> tuple[dict[tuple[str, str], NDArray[np.int64]], dict[tuple[str, str], NDArray[np.float64]]]:
-    """Return each query's rank, from 0, of its best positive, and the `listwise_losses`.
+    """Return ranks from 0 of each query's best positive, and `listwise_losses` of re-ranking.
 
-    Both are arrays (queries,) by (stage, direction); losses are empty without `rerank`.
+    Both are (queries,) by (stage, direction); without `rerank` there are no losses.
 
     Args:
-        rerank: number of nearest candidates to re-rank by similarity / temperature + match score;
-            without a temperature, by the match score alone.
+        rerank: number of nearest candidates that are scored again by similarity / temperature +
+            match score; without a temperature, by the match score alone.
         bank: queries for query-bank normalisation of the similarities.
-        add_match_stage: also return ranks by the match score alone, as stage `match`.
+        add_match_stage: rank by the match score alone, too, as stage `match`.
     """
     processes = processes or ProcessGroup.current()
     positives = dict(zip(DIRECTIONS, collection.positives()))
@@ -97,8 +97,8 @@ def positive_ranks(
             losses["match", direction] = listwise_losses(dual.nearest, scores, direction_positives)
             if add_match_stage:
                 all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
-            # Training draws ITM negatives in proportion to exp(similarity / temperature), so the
-            # log-odds compare a pair with similar negatives only; the sum, with all candidates.
+            # ITM negatives are drawn in proportion to exp(similarity / temperature), so ITM
+            # log-odds compare a pair with such negatives; with the similarity added, with all.
             if temperature is not None:
                 scaled = dual.similarities.astype(np.float64) / temperature
                 losses["dual", direction] = listwise_losses(
@@ -147,7 +147,7 @@ def _match_scores(
 
 
 class StoredSamples(Samples):
-    """Samples with unaugmented stored features in place of images; without `features`, images."""
+    """Samples whose images are, if `features` are given, their stored features, unaugmented."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class StoredSamples(Samples):
         if self._stored is None:
             return super()._image(index, data, where, min_size)
         folder, shard, sample, _ = self._items.locate(index)
-        # `views` raises BadSample if the image could not be encoded, DataError if it has changed.
+        # Raises BadSample if the image could not be encoded, DataError if it has changed since.
         self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)
 
@@ -173,10 +173,10 @@ class StoredSamples(Samples):
 def query_rows(
     ranks: Mapping[str, NDArray[np.int64]], direction: str, collection: Collection
 ) -> list[dict[str, Any]]:
-    """Return a row for each query of one direction; `ranks`: (queries,) from 0, by stage.
+    """Return a row for each query of one direction; `ranks` (queries,) count from 0, by stage.
 
-    Rows hold `direction`, `key` of the image's first sample and `image`; for a caption also
-    `caption` (its index within the image) and `text`; and `ranks` by stage, from 1.
+    Rows hold `direction`, the image's `key` and `image`; for a caption also `caption` (its index
+    within the image) and `text`; and `ranks` of the best-ranked positive by stage, from 1.
     """
     queries: list[dict[str, Any]] = [
         {"key": sample.key, "image": "/".join(sample.image_identity)}
@@ -190,11 +190,14 @@ def query_rows(
             {**queries[image], "caption": int(index), "text": text}
             for image, index, text in zip(images, caption_indices, collection.captions)
         ]
-    rows = []
-    for row, query in enumerate(queries):
-        query_ranks = {stage: int(stage_ranks[row]) + 1 for stage, stage_ranks in ranks.items()}
-        rows.append({"direction": direction, **query, "ranks": query_ranks})
-    return rows
+    return [
+        {
+            "direction": direction,
+            **query,
+            "ranks": {stage: int(stage_ranks[row]) + 1 for stage, stage_ranks in ranks.items()},
+        }
+        for row, query in enumerate(queries)
+    ]
 
 
 Stage = Literal["dual", "rerank", "match"]
@@ -203,9 +206,9 @@ MEAN = "mean"
 
 
 class RetrievalResult(Result):
-    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean").
+    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), for direction "both" the mean.
 
-    Direction "both" has only "mean". Predictions are the `query_rows`.
+    Predictions are the `query_rows`, with the key of the image's first sample.
     """
 
     @property
@@ -222,7 +225,7 @@ class RetrievalResult(Result):
         return self.figures[stage, direction, MEAN]
 
     def table(self) -> Table:
-        """Return recalls in percent with intervals, a row per direction and stage, and chance."""
+        """Return recall in percent with intervals, and chance."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
         rows = []
         for direction in DIRECTIONS:
@@ -270,22 +273,21 @@ def evaluate_retrieval(
 ) -> RetrievalResult:
     """Evaluate recall on the shards; the same for any number of ranks.
 
+    Re-ranking adds the match score, the cross-modal log-odds, to similarity / temperature ("sum")
+    or ranks by it alone ("match", as ALBEF does). Ranks of either are stage `rerank`; "both" is the
+    sum, and ranks by the match score alone are stage `match`. List losses are `match` without the
+    similarity, `rerank` with it, `dual` of it alone. The result notes an untrained match head.
+
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
             image with several captions.
-        rerank: number of each query's nearest candidates to re-rank as stage `rerank`; 0: none.
-        rerank_by: "sum" ranks by similarity / temperature + match score, the log-odds of the
-            cross-modal encoder; "match" by the match score alone, as ALBEF does; "both" as "sum",
-            and by the match score alone as a further stage `match`.
-        temperature: divides the similarity in the sum; None: the model's.
+        rerank: candidates of each query that the cross-modal encoder scores; 0 disables it.
+        temperature: of the similarity in "sum"; None is the model's.
         match_batch: maximum pairs of a cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         features: folders with stored features by the model's frozen tower (`vlp data features`) for
             all shards, the bank's included; images are then never decoded.
         bank: shard folders of other pairs, such as training pairs, for query-bank normalisation.
-
-    `facts["list_loss"]` of the result is the mean `listwise_losses` by "SCORE/DIRECTION", with
-    `dual` for the similarity, `match` for the match score and `rerank` for the sum.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
@@ -313,8 +315,10 @@ def evaluate_retrieval(
             bank_samples = StoredSamples(bank, None, stored, loaded.preprocess)
             bank_encoder = Encoder(loaded, bank_samples, options, torch_device)
             bank_collection = bank_encoder.collect(processes, "bank")
-            bank_images = {sample.image_identity for sample in bank_collection.samples}
-            images = {sample.image_identity for sample in collection.samples}
+            bank_images, images = (
+                {sample.image_identity for sample in part.samples}
+                for part in (bank_collection, collection)
+            )
             common_images = len(bank_images & images)
         with encoder.prefetch_images():
             all_ranks, losses = positive_ranks(
@@ -329,17 +333,27 @@ def evaluate_retrieval(
                 bank_temperature,
                 add_match_stage=rerank_by == "both",
             )
-    mean_losses = {
-        (stage, direction): float(np.nanmean(query_losses))
+    notes: list[str] = []
+    list_loss = {
+        f"{stage}/{direction}": float(np.nanmean(query_losses))
         for (stage, direction), query_losses in sorted(losses.items())
         if not np.isnan(query_losses).all()
     }
-    bank_skipped = {} if bank_collection is None else bank_collection.skipped
-    notes: list[str] = []
     if rerank:
+        score = "the match score alone"
+        if temperature is not None:
+            score = f"similarity / {temperature:.3g} + match score"
         top = reranked_top(rerank, len(collection.samples), len(collection.captions))
-        notes += _rerank_notes(top, temperature, mean_losses)
+        notes.append(f"The top {top} were re-ranked by {score}.")
+        stage_losses = (
+            f"{stage} {ARROWS[direction]} {list_loss[f'{stage}/{direction}']:.3f}"
+            for stage, direction in sorted(losses)
+            if f"{stage}/{direction}" in list_loss
+        )
+        average = "List loss in nats, mean over queries with a positive among them"
+        notes.append(f"{average}: {', '.join(stage_losses) or 'none'}.")
         notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
+    bank_skipped = {} if bank_collection is None else bank_collection.skipped
     if bank:
         skipped_text = format_kinds(bank_skipped) if bank_skipped else "none"
         notes.append(
@@ -348,22 +362,34 @@ def evaluate_retrieval(
         )
     if common_images:
         notes.append(f"{common_images} of the images are in the bank: recall is biased upwards.")
-    notes += _collection_notes(collection)
-    predictions: list[dict[str, Any]] = []
-    for direction in DIRECTIONS:
-        ranks = {stage: rank for (stage, side), rank in all_ranks.items() if side == direction}
-        predictions += query_rows(ranks, direction, collection)
+    images_of_text, _ = collection.positives()
+    if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
+        notes.append(f"{copies} captions also describe another image: correct for both.")
+    if collection.copies:
+        notes.append(
+            f"{collection.copies} images without image_id are byte-identical to an earlier one, "
+            "whose captions count as wrong; give both one image_id."
+        )
+    notes += cut_notes(collection.cut, len(collection.text_features), "captions")
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image_features), "texts": len(collection.text_features)},
         shards=tuple(map(str, shards)),
         figures=_figures(all_ranks, collection, options.resamples),
-        predictions=predictions,
+        predictions=[
+            row
+            for direction in DIRECTIONS
+            for row in query_rows(
+                {stage: rank for (stage, side), rank in all_ranks.items() if side == direction},
+                direction,
+                collection,
+            )
+        ],
         skipped=collection.skipped,
         notes=tuple(notes),
         facts={
             "rerank": rerank,
-            "list_loss": {"/".join(key): loss for key, loss in mean_losses.items()},
+            "list_loss": list_loss,
             "temperature": temperature if rerank else None,
             "match_trained": loaded.model.match_is_trained,
             "bank": list(map(str, bank)),
@@ -372,36 +398,6 @@ def evaluate_retrieval(
             "bank_shared": common_images,
         },
     )
-
-
-def _rerank_notes(
-    top: int, temperature: float | None, mean_losses: Mapping[tuple[str, str], float]
-) -> list[str]:
-    """Return notes on the scores and losses of re-ranking; losses are by (stage, direction)."""
-    score = "the match score alone"
-    if temperature is not None:
-        score = f"similarity / {temperature:.3g} + match score"
-    listing = ", ".join(
-        f"{stage} {ARROWS[direction]} {loss:.3f}"
-        for (stage, direction), loss in mean_losses.items()
-    )
-    average = "List loss in nats, mean over queries with a positive among them"
-    return [f"The top {top} were re-ranked by {score}.", f"{average}: {listing or 'none'}."]
-
-
-def _collection_notes(collection: Collection) -> list[str]:
-    """Return notes on captions of several images, byte-identical images and truncated captions."""
-    notes = []
-    images_of_text, _ = collection.positives()
-    if num_common := int((images_of_text[:, 1:2] != PADDING).sum()):
-        notes.append(f"{num_common} captions also describe another image: correct for both.")
-    if collection.copies:
-        notes.append(
-            f"{collection.copies} images without image_id are byte-identical to an earlier one, "
-            "whose captions count as wrong; give both one image_id."
-        )
-    num_texts = len(collection.captions)
-    return [*notes, *truncation_notes(collection.num_truncated, num_texts, "captions")]
 
 
 def _figures(
@@ -431,8 +427,8 @@ def _figures(
         resampled = _with_means(bootstrap_means(hits, queries, resamples=resamples))
         low, high = percentile_interval(resampled)
         chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
-        names = [*(f"R@{k}" for k in RECALL_AT), MEAN]
-        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in names]
+        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]
         for column, key in enumerate([*keys, ("both", MEAN)]):
             cells = (array[column] for array in (point, low, high, chance))
             figures[stage, *key] = Figure(*map(float, cells))
@@ -440,7 +436,7 @@ def _figures(
 
 
 def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Insert each direction's mean after its half of the recalls (., 2 x k); append their mean."""
+    """Insert after each direction's recalls (., 2 x k) their mean; append the mean of both."""
     parts = np.split(recalls, 2, axis=1)
     means = [part.mean(axis=1, keepdims=True) for part in parts]
     return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)

@@ -4,7 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from launch_lab import STEPS
+import ranks
+from launch_lab import COMMAND, STEPS
 from safetensors.torch import load_file
 
 from evaluation.__main__ import main as evaluation
@@ -76,6 +77,15 @@ def test_results_are_found_beside_the_model(lab, run, capsys):
     (place / "retrieval.predictions.jsonl").write_text('{"key": "a", "text": "b"}\n')
     assert evaluation(["compare", str(model), str(run / "none")]) == 2
     assert "none: there is neither" in capsys.readouterr().err
+
+
+def test_a_moved_run_goes_on_where_it_is_by_its_own_configuration(lab, finished, run):
+    moved, before = run.rename(lab.output("moved")), files(finished)
+    command = [COMMAND, "--config", str(moved / "config.yaml"), "--resume"]
+    ranks.run([*command, f"training.steps={STEPS + 1}"])
+    assert lab.report("moved")["resumed_at_steps"] == [STEPS]
+    assert files(finished) == before, "its configuration still names that place"
+    assert not run.exists()
 
 
 def test_a_folder_that_is_no_run_is_refused_and_stays_as_it_is(lab, tmp_path):

@@ -87,7 +87,8 @@ def test_what_cannot_be_is_named(change, message):
 @pytest.mark.parametrize("flags", [[], ["--plan"]])
 def test_the_last_variants_mistake_is_named_before_the_first_is_trained(flags, tmp_path, capsys):
     training = {"config": str(ROOT / "configs/vision/cifar10_vit_tiny.yaml")}
-    variants = PLAIN["variants"] | {"wrong": {"overrides": {"task.model.absolut": "keep"}}}
+    wrong = {"overrides": {"task.model.absolut": "keep"}}
+    variants = PLAIN["variants"] | {"ape": {}, "wrong": wrong}
     settings = {"output": str(tmp_path / "out"), "training": training, "variants": variants}
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(PLAIN | settings))
@@ -331,6 +332,28 @@ def test_the_page_leads_to_a_table(folder):
     wrong = page_command(line, folder, *SMALL, "training.steps=3")
     assert wrong.returncode == 2
     assert "holds a run of other settings" in wrong.stderr
+
+
+def test_minutes_a_run_give_all_encodings_the_steps_of_the_slowest(folder, capsys):
+    out = folder / "runs" / "compare"
+    words = ["positions", "compare", "--model", "vit_tiny_patch16_224", "--encodings", "rope-mixed"]
+    words += ["--train", "images/train", "--test", "images/test", "--reference", "rope-mixed"]
+    words += ["--plan", "--minutes-a-run", "2"]
+    small = [word for word in SMALL if word != "training.steps=2"]
+    assert main([*words, *small]) == 0
+    assert "timing 24 steps of rope-mixed" in capsys.readouterr().out
+    stored = json.loads((out / "rate.json").read_text())
+    assert 0 < stored["step_seconds"]["rope-mixed"] < 5
+    stored["step_seconds"] = {"faster": 0.25, "rope-mixed": 0.5}
+    (out / "rate.json").write_text(json.dumps(stored))
+    assert main([*words, *small]) == 0
+    assert "timing" not in (said := capsys.readouterr().out), "a resumed comparison has its steps"
+    assert "240 steps a run: the slowest encoding, rope-mixed, takes 0.5 s a step" in said
+    source = out / "comparison.yaml"
+    runs = plan(load_config(source, AblationConfig), source)
+    assert [run.read().training.steps for run in runs] == [240] * 2
+    assert main([*words, *SMALL]) == 2
+    assert "leave out --epochs and training.steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 import vlp
 from evaluation.__main__ import main
 from evaluation.downstream.predict import predict_item
+from evaluation.encoder import Encoder
 from evaluation.page.gradio_page import abilities, page, serve
 from evaluation.page.session import ModelSession
 from evaluation.retrieval.retrieval import evaluate_retrieval
 from evaluation.samples import EvaluationError
+from vlp.models.vlp import VLPModel
 from vlp.training.engines.environment import free_port
 
 TEXT = "a small red circle left of a blue square"
@@ -179,6 +182,48 @@ def test_a_match_score_that_was_never_trained_ranks_nothing(
     assert "The match score was never trained" in str(result.table())
 
 
+def test_a_second_start_of_the_page_encodes_nothing_again(
+    model_folder, scene_shards, tmp_path, monkeypatch
+):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    shards = shutil.copytree(scene_shards, tmp_path / "shards")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    started, encoded = [], []
+    monkeypatch.setattr("evaluation.page.gradio_page.gradio_module", lambda: None)
+    monkeypatch.setattr("evaluation.page.gradio_page.serve", lambda one, *_: started.append(one))
+    collect = Encoder.collect
+    monkeypatch.setattr(Encoder, "collect", lambda *args: encoded.append(1) or collect(*args))
+
+    def start():
+        count = len(encoded)
+        assert main(["app", "--model", str(folder), "--shards", str(shards)]) == 0
+        hits = started[-1].gallery.search(TEXT)
+        return len(encoded) > count, [h.image for h in hits], [h.match for h in hits]
+
+    first, again = start(), start()
+    assert (first[0], again[0], again[1]) == (True, False, first[1])
+    assert again[2][:8] == pytest.approx(first[2][:8], abs=1e-4)
+    [file] = (tmp_path / "cache").rglob("*.npz")
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+    def change_code():
+        encode = VLPModel.encode_image
+        monkeypatch.setattr(VLPModel, "encode_image", lambda self, x: encode(self, -3 * x))
+
+    weights = load_file(folder / "model.safetensors")
+    for change in (
+        lambda: file.write_bytes(file.read_bytes()[:-90]),
+        lambda: file.write_bytes((b := file.read_bytes())[:900] + b"!" + b[901:]),
+        lambda: save_file({k: v * 1.1 for k, v in weights.items()}, folder / "model.safetensors"),
+        lambda: os.utime(next(shards.glob("*.tar")), (1, 1)),
+        change_code,
+    ):
+        change()
+        assert [start()[0], start()[0]] == [True, False]
+    os.environ["XDG_CACHE_HOME"] = str(file)  # where no folder can be
+    assert start()[0]
+
+
 @needs_gradio
 def test_the_page_answers_a_call(tried, tmp_path, red, monkeypatch):
     monkeypatch.setattr("evaluation.page.gradio_page.MAX_IMAGE_BYTES", 2**25)
@@ -200,6 +245,10 @@ def test_the_page_answers_a_call(tried, tmp_path, red, monkeypatch):
         assert not list(Path(tempfile.gettempdir(), "gradio").rglob("red.png"))
         with pytest.raises(Exception, match="type a text first"):
             asked.predict(file, "", api_name="/ground")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(Exception, match="the text has 50,000,000 letters; at most 100,000"):
+            asked.predict(file, "a " * 25_000_000, api_name="/ground")
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
         for content, message in (
             (png_of(9000, 9000), "image too large"),
             (b"<html>", "cannot be used: unreadable image"),
