@@ -126,7 +126,8 @@ class OurStep:
         size, width = teacher.queue.image.shape
         image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
         # Negative ids: no key counts as the same image.
-        teacher.queue.push(image, text, pair_ids=-1 - torch.arange(size))
+        ids = -1 - torch.arange(size)[:, None].expand(-1, 2)
+        teacher.queue.push(image, text, ids)
 
     def losses(self) -> dict[str, float]:
         """Return the losses of the batch by name, without training."""

@@ -51,7 +51,7 @@ def train_step(part):
     image = F.normalize(image_tokens.mean(1), dim=-1)
     text = F.normalize(text_tokens.mean(1), dim=-1)
     keys = gather(torch.cat([image, text], -1))
-    ids, valid = batch["ids"], batch["valid"]
+    ids, valid = batch["ids"][:, None].expand(-1, 2), batch["valid"]
     key_ids, key_valid = gather(ids), gather(valid)
     negatives = hard_negatives(5 * image @ text.T, ids, valid, batch["draws"], GROUP)
     joint = torch.cat([image, text[negatives.text_for_image]], -1)
@@ -70,7 +70,7 @@ def train_step(part):
             "token": tokens.captions,
             "word": tokens.words,
             "itm": itm_loss(
-                joint @ weights["match"], torch.zeros(len(ids)).long(), negatives.has_text
+                joint @ weights["match"], torch.zeros(len(ids)).long(), negatives.exists
             ),
         }
     )

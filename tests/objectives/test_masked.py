@@ -3,16 +3,16 @@ import torch
 
 from vlp.objectives.loss import Loss, normalise
 from vlp.objectives.mim import MIMHead, mim_loss, patchify
-from vlp.objectives.mlm import MLMHead, masked_positions, mlm_loss, prediction_rows
+from vlp.objectives.mlm import MLMHead, masked_token_bound, mlm_loss, select_masked
 
 
 def test_positions_are_the_masked_words_of_real_rows():
     states = torch.arange(12.0).view(2, 3, 2)
     labels = torch.tensor([[-100, 4, -100], [7, -100, 9]])
-    chosen, targets = masked_positions(states, labels)
+    chosen, targets = select_masked(states, labels)
     assert targets.tolist() == [4, 7, 9]
     assert chosen.tolist() == [states[0, 1].tolist(), states[1, 0].tolist(), states[1, 2].tolist()]
-    chosen, targets = masked_positions(states, labels, torch.tensor([False, True]))
+    chosen, targets = select_masked(states, labels, torch.tensor([False, True]))
     assert targets.tolist() == [7, 9]
     assert chosen.shape == (2, 2)
 
@@ -46,15 +46,15 @@ def test_equals_the_loop(alpha):
     assert loss.count == 3
 
 
-@pytest.mark.parametrize("num_rows", [7, 20, 40])
-def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(num_rows):
+@pytest.mark.parametrize("max_masked", [7, 20, 40])
+def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(max_masked):
     states, labels = torch.randn(4, 10, 6).double(), torch.full((4, 10), -100)
     labels[torch.tensor([0, 0, 1, 2, 2, 3, 3]), torch.tensor([1, 4, 9, 0, 3, 2, 9])] = 5
     valid, head = torch.tensor([True, True, True, False]), torch.randn(6, 11).double()
     results = []
-    for number in (None, num_rows):
+    for number in (None, max_masked):
         leaf = states.clone().requires_grad_()
-        chosen, targets = masked_positions(leaf, labels, valid, number)
+        chosen, targets = select_masked(leaf, labels, valid, number)
         assert len(chosen) == (number or 5)
         soft = (chosen.detach() @ head).softmax(-1)
         loss = mlm_loss(chosen @ head, targets, soft, 0.4)
@@ -65,8 +65,8 @@ def test_slots_give_the_loss_and_the_gradient_of_the_masked_tokens_alone(num_row
 
 def test_slots_suffice_for_every_draw():
     draws = torch.rand(20_000, 64 * 30, generator=torch.Generator().manual_seed(0)) < 0.15
-    assert draws.sum(1).max() <= prediction_rows(64 * 30, 0.15) <= 424
-    assert prediction_rows(12, 0.15) == 12
+    assert draws.sum(1).max() <= masked_token_bound(64 * 30, 0.15) <= 424
+    assert masked_token_bound(12, 0.15) == 12
 
 
 def test_patch_layout_is_that_of_a_patch_convolution():

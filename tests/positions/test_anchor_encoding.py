@@ -7,7 +7,6 @@ from torch.nn.functional import cosine_similarity
 
 from vlp.layers.attention import Attention
 from vlp.positions import PositionContext, create_position
-from vlp.positions.anchor import embed_path
 from vlp.positions.anchor_field import PathSettings, compute_paths, join_paths, uniform_paths
 
 WIDTH, HEADS, GROUPS, GRID = 8, 2, 2, (2, 3)
@@ -74,7 +73,7 @@ def anchor(**options):
 
 
 def embedded(path, table, scale):
-    one = embed_path(scale * path, table)
+    one = scale * path @ table
     return one.repeat(1, 1, 1, WIDTH // one.shape[-1])
 
 

@@ -207,11 +207,11 @@ def test_path_kernels_compile_for_gpus(kernel, type_, patch_reach, groups_last, 
     from triton.language import float32
 
     function = getattr(anchor_triton, f"path_{kernel}_kernel")
-    constants = {"ROWS": 16, "COLUMNS": 16, "TEXT": 2, "PATCH": patch_reach}
+    constants = {"ROWS": 16, "COLUMNS": 16, "TEXT_REACH": 2, "PATCH_REACH": patch_reach}
     constants |= {"METRIC": "euclidean", "ENTRIES": windowed_path._window_entries(2, patch_reach)}
-    constants |= {"GROUPS_LAST": groups_last, "TYPE": float32, "BLOCK": windowed_path._BLOCK}
+    constants |= {"GROUPS_LAST": groups_last, "DTYPE": float32, "BLOCK": windowed_path._BLOCK}
     constants |= {"MASKED": True, "SAVE_WINNER": True}
-    states = ("distance", "path", "path_gradient", "gradient")
+    states = ("distance", "path", "path_grad", "distance_grad")
     types = dict.fromkeys(states, f"*{type_}") | dict.fromkeys(("word_mask", "reachable"), "*u8")
     types["winner"] = "*u8" if constants["ENTRIES"] < 256 else "*i16"
     spilled = compile_kernel(function, constants, types, arch).spilled
@@ -225,7 +225,7 @@ def test_path_kernels_compile_for_gpus(kernel, type_, patch_reach, groups_last, 
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("mode", SPILLED)
 @pytest.mark.parametrize("asking", TOKENS)
-@pytest.mark.parametrize("kernel", ["forward", "backward", "path"])
+@pytest.mark.parametrize("kernel", ["attention_forward", "attention_backward", "path_grad"])
 def test_attention_kernels_compile_for_gpus(kernel, asking, mode, width, arch):
     assert anchor_kernel(kernel, asking, mode, width, arch).spilled <= SPILLED[mode]
 
@@ -233,8 +233,8 @@ def test_attention_kernels_compile_for_gpus(kernel, asking, mode, width, arch):
 @pytest.mark.nightly
 @every_arch
 @pytest.mark.usefixtures("_compiled")
-@pytest.mark.parametrize("kernel", ["shift", "shift_backward"])
-def test_shift_kernels_spill_nothing(kernel, arch):
+@pytest.mark.parametrize("kernel", ["terms", "terms_backward"])
+def test_terms_kernels_spill_nothing(kernel, arch):
     function = getattr(anchor_triton, f"{kernel}_kernel")
     types = dict.fromkeys((name for name in function.arg_names if name != "width"), "*fp32")
     sizes = {"GROUPS": 8, "DOT_G": 16, "BLOCK": 32, "POOLED": True}

@@ -51,18 +51,20 @@ def compile_kernel(function, constants, types, arch, even=()):
 
 
 def anchor_kernel(kernel, asking, mode="contextual", width=64, arch=90):
-    """Compile kernel `forward`, `backward` or `path` in bf16, with eight groups, for `TOKENS`."""
+    """Compile a kernel of attention, or `path_grad`, in bf16, with eight groups, for `TOKENS`."""
     from vlp.positions import anchor_kernels as anchor_attention_triton
 
     queries, keys = TOKENS[asking]
-    options: dict[str, Any] = dict(block_sizes(queries, keys, 8, width, kernel == "forward"))
+    options: dict[str, Any] = dict(
+        block_sizes(queries, keys, 8, width, kernel == "attention_forward")
+    )
     single = options["BLOCK_K"] >= keys
     options |= {"SINGLE_BLOCK": single, "HAS_RESIDUAL": not single, "MASKED": asking == "image"}
     options |= {"GROUPS": 8, "BLOCK_G": 8, "DOT_G": 16, "HEAD_DIM": width, "BLOCK_C": width}
     options |= {"CONTEXTUAL": mode == "contextual", "PRECISION": "ieee", "stride_pk": 1}
     half = ["query", "key", "value", "path", "query_mean", "key_mean", "out", "residual"]
     half += ["out_grad", "query_grad", "key_grad", "value_grad", "path_grad"]
-    full = ["row_statistics", "term_grads", "query_sum", "terms"]
+    full = ["row_statistics", "pair_terms_grad", "query_sum", "terms"]
     types = dict.fromkeys(half, "*bf16") | dict.fromkeys(full, "*fp32")
     types |= {"mask": "*u8", "scale": "fp32"}
     even = ("stride_qb", "stride_kb", "stride_vb", "stride_pb", "stride_pq", "stride_pg")

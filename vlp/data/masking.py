@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-IGNORED = -100  # label of tokens without a loss, as in PyTorch's cross_entropy
+IGNORE_INDEX = -100  # label of tokens without a loss, as in PyTorch's cross_entropy
 
 
 def mask_words(
@@ -35,7 +35,7 @@ def mask_words(
     fallback = rng.random()  # drawn in any case, so that later draws stay the same
     if len(words) and not is_masked.any():
         is_masked[words[int(fallback * len(words))]] = True
-    labels = np.where(is_masked, text_ids, IGNORED)
+    labels = np.where(is_masked, text_ids, IGNORE_INDEX)
     masked = np.where(is_masked & (kind < 0.8), mask_id, text_ids)
     masked = np.where(is_masked & (kind >= 0.9), random_ids, masked)
     return masked, labels

@@ -23,7 +23,7 @@ from vlp.data.config import DataConfig, SourceConfig
 from vlp.data.features.store import HEADER_NAME, SourceFeatures, StoredFeatures, shards_sha256
 from vlp.data.image.decode import EncodedImage
 from vlp.data.image.transforms import Preprocessing, TrainTransform, mentions_side
-from vlp.data.masking import IGNORED, mask_patches, mask_words
+from vlp.data.masking import IGNORE_INDEX, mask_patches, mask_words
 from vlp.data.schema import TextKind, normalised_caption, texts_of
 from vlp.data.shards.index import require_single_split
 from vlp.data.shards.remote import (
@@ -230,7 +230,7 @@ class CaptionedSamples(Dataset[BatchRow]):
         self, text_ids: Tensor, word_mask: Tensor, rng: Callable[[str], np.random.Generator]
     ) -> tuple[Tensor, Tensor]:
         if self.inputs.word_masking is None:
-            return text_ids.clone(), torch.full_like(text_ids, IGNORED)
+            return text_ids.clone(), torch.full_like(text_ids, IGNORE_INDEX)
         mlm_ids, mlm_labels = mask_words(
             text_ids.numpy(),
             word_mask.numpy(),
@@ -272,7 +272,7 @@ class CaptionedSamples(Dataset[BatchRow]):
             attention_mask=tokens.attention_mask[0],
             word_mask=tokens.word_mask[0],
             mlm_ids=text_ids.clone(),
-            mlm_labels=torch.full_like(text_ids, IGNORED),
+            mlm_labels=torch.full_like(text_ids, IGNORE_INDEX),
             mim_mask=torch.zeros(self.grid, dtype=torch.bool),
             image_id=NO_ID,
             uniform=torch.zeros(2, dtype=torch.float64),

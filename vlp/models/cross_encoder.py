@@ -27,12 +27,12 @@ from vlp.positions.base import ByModality, call_method
 # Initial standard deviation of learned positions, which are added to states of deviation 1.
 APE_STD = 0.5
 
-# Keys and values (I, 1 + M, width) of I images for each layer's cross-attention.
+# For each layer's cross-attention: keys and values (I, 1 + M, width) of I images.
 ImageKeyValues = tuple[tuple[Tensor, Tensor], ...]
 
 
 class PairIndices(NamedTuple):
-    """Indices of the texts and images that are paired, (B,) int64 each."""
+    """Rows of the text and of the image of each of B pairs, (B,) int64."""
 
     texts: Tensor
     images: Tensor
@@ -41,9 +41,9 @@ class PairIndices(NamedTuple):
 class CrossEncoder(nn.Module):
     """Cross-modal encoder: 53,277,696 parameters at the paper's sizes (`ace`, tables for q, k, v).
 
-    Layout `ace` runs both streams with one set of weights, each attending to the other; `text` runs
-    the text stream alone over the image encoder's states; `albef` adds the output projection of
-    ALBEF's cross-attention to `text`.
+    In layout `ace` text attends to image and image to text, with the same weights. In `text` only
+    text attends to image, whose states stay those of the image encoder. `albef` is `text` with
+    an output projection in cross-attention.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class CrossEncoder(nn.Module):
         super().__init__()
         self.config, self.grid = config, grid
         names = encodings_by_module(config)
-        create = partial(
+        create_encoding = partial(
             create_stream_encoding, config=config, width=width, max_tokens=max_tokens, grid=grid
         )
-        self.positions = nn.ModuleList(create(name) for name in names["tokens"])
+        self.positions = nn.ModuleList(create_encoding(name) for name in names["tokens"])
         self.layers = nn.ModuleList(
             CrossLayer(
                 width,
@@ -65,7 +65,7 @@ class CrossEncoder(nn.Module):
                 positions=[
                     _create_cross_modal(name, config, width) for name in names["cross_attention"]
                 ],
-                self_positions=[create(name) for name in names["self_attention"]],
+                self_positions=[create_encoding(name) for name in names["self_attention"]],
                 dropout=config.dropout,
             )
             for _ in range(config.layers)
@@ -92,12 +92,13 @@ class CrossEncoder(nn.Module):
             paths: of the B pairs, for ACE-RPE.
             pairs: indices of text and image of each pair; None pairs them row by row.
             need_image: False skips the image output of the last layer.
-            image_kv: `image_key_values` of the I images, for repeated passes (if `shares_images`).
-            query_indices: (B, Q) int64, text tokens to output, as (B, Q, width); also only if
+            image_kv: `image_key_values` of the I images, for repeated passes; needs
                 `shares_images`.
+            query_indices: (B, Q) int64, text tokens of each pair to compute: the text output is
+                (B, Q, width); needs `shares_images`.
         """
-        needs_shared = image_kv is not None or query_indices is not None
-        if needs_shared and not self.shares_images(text):
+        needs_sharing = image_kv is not None or query_indices is not None
+        if needs_sharing and not self.shares_images(text):
             raise ValueError(
                 "image_kv and query_indices need layout text or albef, a CPU, and encodings that "
                 "do not change keys and values; check `shares_images` first"
@@ -108,52 +109,57 @@ class CrossEncoder(nn.Module):
         image_context = PositionContext(self.grid, 1, anchors=paths, text_queries=False)
         for encoding in self.positions:
             text = call_method(encoding, PositionEncoding.tokens, text, text_context)
-        # Without `image_kv`, keys and values are projected per pair, which saves gathering them if
-        # no pairs share an image.
-        image_states = self._with_positions(image) if image_kv is None else None
+        # With `image_kv` no layer reads image states. Without it each layer projects keys and
+        # values per pair, which saves gathering them if no pairs share an image.
+        image_states = self._add_positions(image) if image_kv is None else None
         for number, layer in enumerate(self.layers):
-            last = number == len(self.layers) - 1
-            selection = query_indices if last else None
-            # With pairs, the first self-attention runs on whole texts, as pairs of one text may
-            # select different queries.
-            self_queries = selection if number > 0 or pairs is None else None
+            is_last = number == len(self.layers) - 1
+            queries = query_indices if is_last else None
+            # The first self-attention runs once per text and per image, before pairing, and on
+            # whole texts, as pairs of one text may select different queries.
+            is_paired = number > 0 or pairs is None
             text = call_method(
-                layer, CrossLayer.self_attend, text, text_mask, text_context, self_queries
+                layer,
+                CrossLayer.self_attend,
+                text,
+                text_mask,
+                text_context,
+                queries if is_paired else None,
             )
             if two_streams and image_states is not None:
                 images = self._split_images(image_states)
                 image_states = call_method(
                     layer, CrossLayer.self_attend, images, None, image_context
                 ).reshape_as(image_states)
-            # The first self-attention runs once per text and per image, before pairing.
             if number == 0 and pairs is not None:
                 text, text_mask = text[pairs.texts], text_mask[pairs.texts]
-                text = text if selection is None else gather_tokens(text, selection)
+                text = text if queries is None else gather_tokens(text, queries)
                 image_states = None if image_states is None else image_states[pairs.images]
-            if selection is not None and paths is not None:
-                text_context = replace(text_context, anchors=paths.select_text(selection))
+            if queries is not None and paths is not None:
+                text_context = replace(text_context, anchors=paths.select_text(queries))
             layer_kv = None if image_kv is None else image_kv[number]
             if layer_kv is not None and pairs is not None:
-                key, value = (states.index_select(0, pairs.images) for states in layer_kv)
-                layer_kv = key, value
+                key, value = layer_kv
+                layer_kv = key.index_select(0, pairs.images), value.index_select(0, pairs.images)
             terms = call_method(layer, CrossLayer.kernel_terms, text)
             text_context = replace(text_context, kernel_terms=terms)
             image_context = replace(image_context, kernel_terms=terms)
             text_output = call_method(
                 layer, CrossLayer.cross_attend, text, image_states, None, text_context, layer_kv
             )
-            if two_streams and image_states is not None and (need_image or not last):
+            if two_streams and image_states is not None and (need_image or not is_last):
                 image_states = call_method(
                     layer, CrossLayer.cross_attend, image_states, text, text_mask, image_context
                 )
+            # Not before: in layout `ace` the image attends to the text's input of this layer.
             text = text_output
         return text, image_states if two_streams and need_image else None
 
     def shares_images(self, states: Tensor) -> bool:
-        """Return whether pairs of one image share its projected keys and values.
+        """Return whether pairs of one image may share its projected keys and values.
 
-        True in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)), unless an
-        encoding changes keys and values.
+        They may in layouts `text` and `albef` on a CPU (device of `states`, (B, T, width)), unless
+        an encoding changes keys and values.
         """
         # The GPU kernel needs keys and values per pair.
         if self.config.layout == "ace" or on_gpu(states):
@@ -164,11 +170,11 @@ class CrossEncoder(nn.Module):
 
     def image_key_values(self, image: Tensor) -> ImageKeyValues:
         """Project images (I, 1 + M, width) to each layer's keys and values, of the same shape."""
-        image = self._with_positions(image)
+        image = self._add_positions(image)
         return tuple(call_method(layer, CrossLayer.project, image) for layer in self.layers)
 
-    def _with_positions(self, image: Tensor) -> Tensor:
-        """Apply the token encodings to images, as `forward` takes them."""
+    def _add_positions(self, image: Tensor) -> Tensor:
+        """Apply the token encodings to images, shaped as in `forward`."""
         context = PositionContext(self.grid, 1, text_queries=False)
         for encoding in self.positions:
             images = self._split_images(image)
@@ -182,20 +188,25 @@ class CrossEncoder(nn.Module):
 
 
 def encodings_by_module(config: CrossConfig) -> dict[str, tuple[str, ...]]:
-    """Return encoding names in module order: on the tokens, and in a layer's two attentions."""
+    """Return names of `cross.position`, in module order, by what the encodings act on.
+
+    Keys are `tokens`, `self_attention` and `cross_attention`.
+    """
     stream_names = [name for name in config.position if name not in (*SHORTHANDS, *CROSS_MODAL)]
     token_names = [name for name in stream_names if acts_on_tokens(name)]
     attention_names = [name for name in stream_names if not acts_on_tokens(name)]
-    shorthands = {name for name in SHORTHANDS if name in config.position}
+    # Shorthands come last, wherever `position` lists them.
+    token_names += ["ape"] if "ape" in config.position else []
+    attention_names += ["rpe"] if "rpe" in config.position else []
     return {
-        "tokens": (*token_names, *({"ape"} & shorthands)),
-        "self_attention": (*attention_names, *({"rpe"} & shorthands)),
+        "tokens": tuple(token_names),
+        "self_attention": tuple(attention_names),
         "cross_attention": tuple(name for name in config.position if name in CROSS_MODAL),
     }
 
 
 def _create_cross_modal(name: str, config: CrossConfig, width: int) -> PositionEncoding:
-    """Create ACE-RPE, `uniform` (constant paths), or another encoding such as AlignmentBias."""
+    """Create ACE-RPE, `uniform` (ACE-RPE on constant paths), or another cross-modal encoding."""
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
         return create_fitting_position(name, sizes, **config.options.get(name, {}))
@@ -215,33 +226,30 @@ def _create_cross_modal(name: str, config: CrossConfig, width: int) -> PositionE
 def create_stream_encoding(
     name: str, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
 ) -> ByModality:
-    """Create one encoding of `cross.position` that acts on each stream by itself."""
+    """Create an encoding of `cross.position` for text and one for images, neither cross-modal."""
     shorthands: dict[str, tuple[str, dict[str, Any]]] = {
         "ape": ("learned-1d", {"deviation": APE_STD}),
         "rpe": ("irpe-product", {"roles": ("query", "key")}),
     }
-    name, fixed = shorthands.get(name, (name, {}))
-    options = {**config.options.get(name, {}), **fixed}
-    text: dict[str, Any] = {"grid": (1, max_tokens - 1)}
+    name, shorthand_options = shorthands.get(name, (name, {}))
+    options = {**config.options.get(name, {}), **shorthand_options}
+    text_size: dict[str, Any] = {"grid": (1, max_tokens - 1)}
     if "length" in position_options(name):
         # With a grid the encoding would refuse shorter texts.
-        text = {"length": max_tokens - 1}
+        text_size = {"length": max_tokens - 1}
     sizes = {"width": width, "heads": config.heads}
     return ByModality(
-        create_fitting_position(name, sizes | text, **options),
+        create_fitting_position(name, sizes | text_size, **options),
         create_fitting_position(name, sizes | {"grid": grid}, **options),
     )
 
 
 class ImageFeatures(NamedTuple):
-    """Image states (B, 1 + M, width), [CLS] first, and unit vectors.
+    """Output of the image encoder for B images."""
 
-    feature (B, d) of the image; tokens (B, M, d) of its patches.
-    """
-
-    states: Tensor
-    feature: Tensor
-    tokens: Tensor
+    states: Tensor  # (B, 1 + M, width), [CLS] first
+    feature: Tensor  # (B, d) of unit length
+    tokens: Tensor  # (B, M, d) of unit length, of the patches
 
     def select(self, indices: Tensor) -> ImageFeatures:
         """Select rows `indices` (int64 or bool)."""
@@ -249,16 +257,13 @@ class ImageFeatures(NamedTuple):
 
 
 class TextFeatures(NamedTuple):
-    """Text states (B, N, width), [CLS] first, and unit vectors: feature (B, d), tokens (B, N, d).
+    """Output of the text encoder for B texts."""
 
-    attention_mask and word_mask are (B, N) bool, True = real; words exclude [CLS] and [SEP].
-    """
-
-    states: Tensor
-    feature: Tensor
-    tokens: Tensor
-    attention_mask: Tensor
-    word_mask: Tensor
+    states: Tensor  # (B, N, width), [CLS] first
+    feature: Tensor  # (B, d) of unit length
+    tokens: Tensor  # (B, N, d) of unit length
+    attention_mask: Tensor  # (B, N) bool, True = not padding
+    word_mask: Tensor  # (B, N) bool, True = word piece; False also at [CLS] and [SEP]
 
     def select(self, indices: Tensor) -> TextFeatures:
         """Select rows `indices` (int64 or bool)."""
@@ -266,15 +271,10 @@ class TextFeatures(NamedTuple):
 
 
 class CrossFeatures(NamedTuple):
-    """Cross-modal states: text (B, N, width), with the joint [CLS] (papers.md#ace-a29), and image.
+    """Output of the cross-modal encoder for B pairs."""
 
-    image: (B, 1 + M, width), or None if not requested; paths: None without ACE-RPE;
-    attention_mask: (B, N) bool, True = no padding; token_score: (B,) score of the tokens alone,
-    a term of the match score.
-    """
-
-    text: Tensor
-    image: Tensor | None
-    paths: AnchorPaths | None
-    attention_mask: Tensor
-    token_score: Tensor | None = None
+    text: Tensor  # states (B, N, width), the joint [CLS] first (papers.md#ace-a29)
+    image: Tensor | None  # states (B, 1 + M, width); None if not requested
+    paths: AnchorPaths | None  # None without ACE-RPE
+    attention_mask: Tensor  # (B, N) bool, True = not padding
+    token_score: Tensor | None = None  # (B,) output of `TokenScore`, a term of the match score

@@ -178,7 +178,7 @@ class ImageEncoder(TrainableTower):
         squares = patches.unflatten(1, (rows, pool, columns, pool))
         return torch.cat([cls, squares.mean((2, 4)).flatten(1, 2), summaries], dim=1)
 
-    def drop_summary(self, states: Tensor) -> Tensor:
+    def drop_summary_tokens(self, states: Tensor) -> Tensor:
         """Drop the summary tokens: (B, 1 + M + S, width) -> (B, 1 + M, width)."""
         return states[:, : states.shape[1] - self.config.summary_tokens]
 
@@ -187,7 +187,7 @@ class ImageEncoder(TrainableTower):
 
         Earlier blocks come first, the last block's [CLS], mean, or both come last.
         """
-        last = pool_states(self.drop_summary(states), self.config.pooling)
+        last = pool_states(self.drop_summary_tokens(states), self.config.pooling)
         if not self.config.summary_tokens:
             return last
         return torch.cat([states[:, -self.config.summary_tokens :].flatten(1), last], dim=-1)

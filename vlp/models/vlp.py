@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,14 +45,14 @@ REFERENCE_WIDTH = 768
 class TokenScore(nn.Module):
     """FILIP's score as a term of the match score (Yao et al. 2021, section 3.1, text to image).
 
-    It is the mean over words of the best patch's cosine, times `start` and a learned factor that
-    starts at 1.
+    It is the mean over words of the best patch's cosine, times `initial_factor` and a learned
+    factor that starts at 1.
     """
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, initial_factor: float) -> None:
         super().__init__()
-        # Relative to `start`, so that Adam's step is proportional to `start`.
-        self.start = start
+        # Two factors, so that Adam's step is proportional to the initial one.
+        self.initial_factor = initial_factor
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor) -> Tensor:
@@ -63,9 +64,10 @@ class TokenScore(nn.Module):
             word_mask: (B, N) bool, True = word piece.
         """
         with torch.autocast(text_tokens.device.type, enabled=False):
-            best = (text_tokens @ image_tokens.mT).amax(-1)
+            best_cosine = (text_tokens @ image_tokens.mT).amax(-1)
         word_count = word_mask.sum(-1).clamp(min=1)
-        return self.start * self.factor * (best * word_mask).sum(-1) / word_count
+        word_sum = (best_cosine * word_mask).sum(-1)
+        return self.initial_factor * self.factor * word_sum / word_count
 
 
 class VLPModel(nn.Module):
@@ -109,44 +111,41 @@ class VLPModel(nn.Module):
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
         self.anchor_options = config.cross.anchor_options
-        fixed = self.anchor_options.threshold
-        self.register_buffer("anchor_threshold", torch.tensor(fixed or 0.0))
+        self.register_buffer("anchor_threshold", torch.tensor(self.anchor_options.threshold or 0.0))
 
     @property
     def match_is_trained(self) -> bool:
         """Return whether the match head was trained, which moves its biases away from 0."""
         return bool(self.match_head.bias.any())
 
-    def freeze_untrained(self, parts: Iterable[str]) -> None:
-        """Freeze the named modules, except token projections that anchor paths train.
+    def freeze_modules(self, names: Iterable[str]) -> None:
+        """Freeze modules that no loss trains, as weight decay would shrink them, by name.
 
-        Weight decay would shrink modules without a gradient. Unknown names are skipped.
+        Token projections stay trainable if anchor paths pass a gradient to them. Unknown names are
+        skipped.
         """
-        modules, untrained = dict(self.named_modules()), {*parts}
-        options, trained = self.anchor_options, set[nn.Module]()
-        position = {*self.config.cross.position}
-        has_paths = {*CROSS_MODAL} & position and "uniform" not in position
-        reads_tokens = options.path_gradient and options.features != "encoder"
-        if has_paths and reads_tokens and "cross_encoder" not in untrained:
-            # Anchor paths pass a gradient to the token projections.
-            trained = {self._token_projection("image"), self._token_projection("text")}
-        for part in untrained & modules.keys():
-            if modules[part] not in trained:
-                modules[part].requires_grad_(False)
+        frozen_names, options = {*names}, self.anchor_options
+        encodings = {*self.config.cross.position}
+        has_paths = bool({*CROSS_MODAL} & encodings) and "uniform" not in encodings
+        paths_read_tokens = has_paths and options.features == "projected"
+        exempt_modules: set[nn.Module] = set()
+        if paths_read_tokens and options.path_gradient and "cross_encoder" not in frozen_names:
+            exempt_modules = {self._token_projection("image"), self._token_projection("text")}
+        for name, module in self.named_modules():
+            if name in frozen_names and module not in exempt_modules:
+                module.requires_grad_(False)
 
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images (B, 3, height, width) from the model folder's preprocessing.
 
-        Arguments as of `ImageEncoder.forward`: `pixels` may be a stored tower output.
+        Arguments as in `ImageEncoder.forward`: `pixels` may be a stored tower output.
         """
         encoder = self.image_encoder
         output = encoder(pixels, edit_patches)
-        states = encoder.drop_summary(output)
-        return ImageFeatures(
-            states=states,
-            feature=_unit(self.feature_dropout(encoder.project(output))),
-            tokens=_unit(self._token_projection("image")(states[:, 1:])),
-        )
+        states = encoder.drop_summary_tokens(output)
+        feature = self.feature_dropout(encoder.project(output))
+        tokens = self._token_projection("image")(states[:, 1:])
+        return ImageFeatures(states, _unit(feature), _unit(tokens))
 
     def encode_text(
         self,
@@ -165,7 +164,7 @@ class VLPModel(nn.Module):
             text_ids, attention_mask, word_mask = text_ids
         if attention_mask is None or word_mask is None:
             raise ValueError("encode_text needs TextTokens, or text_ids with both masks")
-        # Only where values are known without a synchronisation: on the CPU, outside of graphs.
+        # Only where reading values needs no synchronisation: on the CPU, outside of graphs.
         if (
             type(attention_mask) is Tensor
             and attention_mask.device.type == "cpu"
@@ -227,8 +226,8 @@ class VLPModel(nn.Module):
             patch_window=options.patch_window,
             metric=options.metric,
             hard=options.tau is None,
-            tau=options.tau or 1e4,  # hard anchors do not read it
-            aligned="alignment" in cross.position,
+            tau=options.tau or 1e4,  # not read by hard anchors
+            with_alignment="alignment" in cross.position,
             unreachable=options.unreachable,
         )
 
@@ -241,7 +240,7 @@ class VLPModel(nn.Module):
         image_kv: ImageKeyValues | None = None,
         query_indices: Tensor | None = None,
     ) -> CrossFeatures:
-        """Compute cross-modal states of B pairs; arguments as of `CrossEncoder.forward`."""
+        """Compute cross-modal states of B pairs; arguments as in `CrossEncoder.forward`."""
         paths = self.anchors(image, text, pairs)
         text_states, image_states = self.cross_encoder(
             text.states,
@@ -253,11 +252,12 @@ class VLPModel(nn.Module):
             image_kv,
             query_indices,
         )
-        image_tokens, text_tokens, word_mask = image.tokens, text.tokens, text.word_mask
-        attention_mask, token_score = text.attention_mask, None
+        attention_mask = text.attention_mask
         if pairs is not None:
             attention_mask = attention_mask[pairs.texts]
+        token_score = None
         if self.config.cross.token_score:
+            image_tokens, text_tokens, word_mask = image.tokens, text.tokens, text.word_mask
             if pairs is not None:
                 image_tokens = image_tokens[pairs.images]
                 text_tokens, word_mask = text_tokens[pairs.texts], word_mask[pairs.texts]
@@ -267,7 +267,7 @@ class VLPModel(nn.Module):
     def cross_multi_image(
         self, images: Sequence[ImageFeatures], text: TextFeatures, image_type_embeddings: Tensor
     ) -> CrossFeatures:
-        """Compute cross-modal states of B texts that each describe several images, in one pass.
+        """Compute cross-modal states of B texts with several images each, in one pass.
 
         Tokens of all images are concatenated as keys of the text's cross-attention; paths,
         positions and image self-attention stay within each image.
@@ -280,9 +280,10 @@ class VLPModel(nn.Module):
             [image.states + embedding for image, embedding in zip(images, image_type_embeddings)],
             dim=1,
         )
-        by_image = [self.anchors(image, text) for image in images]
-        present = [paths for paths in by_image if paths is not None]
-        paths = join_paths(present) if present else None
+        paths_by_image = (self.anchors(image, text) for image in images)
+        # Without ACE-RPE no image has paths.
+        all_paths = [paths for paths in paths_by_image if paths is not None]
+        paths = join_paths(all_paths) if all_paths else None
         text_states, _ = self.cross_encoder(
             text.states, states, text.attention_mask, paths, need_image=False
         )
@@ -290,7 +291,7 @@ class VLPModel(nn.Module):
 
     def warn_if_match_is_untrained(self) -> None:
         """Warn the caller's caller if the match score is meaningless."""
-        # The value of a weight would break the graph of `torch.export`.
+        # Reading the value of a weight would break the graph of `torch.export`.
         if not torch.compiler.is_compiling() and not self.match_is_trained:
             warnings.warn(
                 "the match score was never trained (no ITM), so it is meaningless", stacklevel=3
@@ -314,17 +315,17 @@ class VLPModel(nn.Module):
             return logits
         return logits.float() + functional.pad(features.token_score[:, None], (1, 0))
 
-    def _token_projection(self, side: str) -> nn.Linear:
+    def _token_projection(self, modality: Literal["image", "text"]) -> nn.Linear:
         if self.config.token_projection:
-            return self.image_tokens if side == "image" else self.text_tokens
-        encoder = self.image_encoder if side == "image" else self.text_encoder
+            return self.image_tokens if modality == "image" else self.text_tokens
+        encoder = self.image_encoder if modality == "image" else self.text_encoder
         return encoder.projection
 
 
 def broadcast_pairs(images: int, texts: int, device: torch.device) -> PairIndices | None:
     """Return the pairs of one image with all texts, or of one text with all images.
 
-    None, for equal counts, means row by row.
+    None for equal counts: row i of the images belongs to row i of the texts.
     """
     if images == texts:
         return None

@@ -41,12 +41,12 @@ def paper_anchor_loss(
     valid: Tensor | None = None,
     candidate_valid: Tensor | None = None,
 ) -> Loss:
-    """Compute ACE-RPE's Eqs 1-2 with empty rows.
+    """Compute ACE-RPE's Eqs 1-2 for a batch that may have empty rows.
 
-    Trained as printed it collapses, as nothing opposes the third term (papers.md#ace-a28).
+    Training on this loss collapses, as nothing opposes the third term (papers.md#ace-a28).
 
     Args:
-        image, text: (B, d) of unit length, as the candidates and tokens.
+        image, text: (B, d); these, the candidates and the tokens have unit length.
         image_candidates, text_candidates: (K, d), including the positives.
         positive: (B, K) bool.
         image_tokens: (B, M, d).
@@ -54,8 +54,8 @@ def paper_anchor_loss(
         text_mask: (B, N) bool, True = word piece; False: [CLS], [SEP] and padding. None: all True.
         scale: lambda.
         margin: delta.
-        valid: (B,) bool; other rows are empty and have no loss.
-        candidate_valid: (K,) or (B, K) bool; other candidates are neither positive nor negative.
+        valid: (B,) bool, False = empty row, not counted.
+        candidate_valid: (K,) or (B, K) bool; other candidates are ignored.
     """
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens
@@ -71,13 +71,13 @@ def paper_anchor_loss(
         image_to_text = image @ text_candidates.T
         text_to_image = text @ image_candidates.T
         token_similarity = text_tokens @ image_tokens.transpose(1, 2)
-    rows = (
+    losses = (
         _margin_term(image_to_text, positive, candidate_valid, scale, margin)
         + _margin_term(text_to_image, positive, candidate_valid, scale, margin)
         # This term lowers the loss (papers.md#ace-a4).
         - _token_reward(token_similarity, text_mask, scale)
     )
-    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+    return Loss(torch.where(valid, losses, 0).sum() / 2, valid.sum())
 
 
 def _margin_term(
@@ -88,8 +88,8 @@ def _margin_term(
     lowest = torch.finfo(similarity.dtype).min
     # Eq. 2 sums over negatives (papers.md#ace-a1); a row without negatives has no cost.
     negatives = (scale * similarity).masked_fill(positive | ~candidate_valid, lowest)
-    hardest = negatives.logsumexp(-1, keepdim=True) / scale
-    cost = (hardest + margin - similarity).clamp(min=0)
+    soft_maximum = negatives.logsumexp(-1, keepdim=True) / scale
+    cost = (soft_maximum + margin - similarity).clamp(min=0)
     positive = positive & candidate_valid
     return torch.where(positive, cost, 0).sum(-1) / positive.sum(-1).clamp(min=1)
 

@@ -74,24 +74,26 @@ class CanonicalCorrelation:
         """Return projections of x and y into one space, where cosines of pairs are large.
 
         Args:
-            channels: D of the space; channels beyond the narrower side's number are zero.
-            shrinkage: share of a side's mean variance that is added to each of its variances.
+            channels: D of the space; channels beyond the lesser width of x and y are zero.
+            shrinkage: share of the mean variance of x, or of y, that is added to its variances.
         """
-        x, y = (side.whitening(shrinkage) for side in self._sides)
-        left, correlations, right = torch.linalg.svd(
-            x[:, None] * self._cross_covariance * y, full_matrices=False
+        x, y = self._sides
+        x_scale, y_scale = x.whitening(shrinkage), y.whitening(shrinkage)
+        x_directions, correlations, y_directions = torch.linalg.svd(
+            x_scale[:, None] * self._cross_covariance * y_scale, full_matrices=False
         )
-        layers = []
-        for directions, scale, side in zip((left, right.T), (x, y), self._sides):
+
+        def projection(side: _Side, scale: Tensor, directions: Tensor) -> Affine:
             weight = torch.zeros(channels, len(side.mean), dtype=torch.float64)
             rows = (directions * correlations)[:, :channels].T * scale @ side.vectors.T
             weight[: len(rows)] = rows
-            layers.append(Affine(weight, -weight @ side.mean))
-        return layers[0], layers[1]
+            return Affine(weight, -weight @ side.mean)
+
+        return projection(x, x_scale, x_directions), projection(y, y_scale, y_directions.T)
 
 
 class _Side(NamedTuple):
-    """Mean (C,) of a side, and its covariance as variances (C,) along eigenvectors, in columns."""
+    """Mean (C,) of x or y, and its covariance: variances (C,) along the columns of `vectors`."""
 
     mean: Tensor
     variances: Tensor
@@ -99,6 +101,7 @@ class _Side(NamedTuple):
 
     def whitening(self, shrinkage: float) -> Tensor:
         """Return the factors (C,) along the eigenvectors that whiten the shrunk covariance."""
+        # By rounding, variances may be slightly negative; all may be 0.
         mean = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
         return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
 
@@ -106,11 +109,11 @@ class _Side(NamedTuple):
 def mean_reciprocal_rank(x: Tensor, y: Tensor, pair_ids: Tensor) -> float:
     """Return the mean reciprocal rank of pairs by cosine over both directions, at most 1.
 
-    x, y: (P, D); rows i of both are a pair. pair_ids: (P,) int64 of images, or (P, 2) of images and
-    captions; pairs with an equal id are no wrong answers for each other.
+    x, y: (P, D); row i of x and row i of y are a pair. pair_ids: (P, 2) int64, ids of image and
+    caption; other `positives` of a row are not ranked.
     """
     cosines = functional.normalize(x, dim=-1) @ functional.normalize(y, dim=-1).T
-    diagonal = torch.eye(len(pair_ids), dtype=torch.bool)
-    cosines.masked_fill_(positives(pair_ids, pair_ids) & ~diagonal, -math.inf)
-    ranks = [pessimistic_ranks(side.numpy(), diagonal.numpy()) for side in (cosines, cosines.T)]
+    is_pair = torch.eye(len(pair_ids), dtype=torch.bool)
+    cosines.masked_fill_(positives(pair_ids, pair_ids) & ~is_pair, -math.inf)
+    ranks = [pessimistic_ranks(scores.numpy(), is_pair.numpy()) for scores in (cosines, cosines.T)]
     return float((1 / (1 + np.stack(ranks))).mean())

@@ -28,7 +28,8 @@ class ContrastiveConfig(Config):
         "anchor",
         description="itc: symmetric InfoNCE over pairs; sigmoid: SigLIP's loss of single pairs, "
         "whose memory does not grow with ranks; anchor: the anchor loss as pair and token terms "
-        "with learned temperatures; paper: the anchor loss as printed (Eqs 1-2), without them",
+        "with learned temperatures; paper: the anchor loss as printed (Eqs 1-2), without "
+        "temperatures",
     )
     weight: float = Field(1.0, ge=0, description="weight in the sum of losses")
     scale: float = Field(
@@ -59,7 +60,8 @@ class ITMConfig(Config):
         ge=1,
         description="number of negatives of a matching pair in a softmax over their log-odds, as "
         "re-ranking needs; log-odds are then comparable only among the candidates of a query. "
-        "null: binary classification with one wrong text and one wrong image a row, as in ALBEF",
+        "null: binary classification with one negative text and one negative image per row, as in "
+        "ALBEF",
     )
     group: int = Field(
         64,
@@ -110,7 +112,7 @@ class TeacherConfig(MomentumConfig):
     )
 
 
-_registered: dict[str, type[Config]] = {}
+_registered_settings: dict[str, type[Config]] = {}
 
 
 def register_settings(name: str, settings: type[Config]) -> None:
@@ -119,9 +121,9 @@ def register_settings(name: str, settings: type[Config]) -> None:
     Raises:
         ValueError: the key exists.
     """
-    if name in _registered or name in ObjectivesConfig.model_fields:
+    if name in _registered_settings or name in ObjectivesConfig.model_fields:
         raise ValueError(f"objectives.{name} is a key already")
-    _registered[name] = settings
+    _registered_settings[name] = settings
 
 
 class ObjectivesConfig(Config):
@@ -142,22 +144,22 @@ class ObjectivesConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _validate_registered(cls, values: Any) -> Any:
-        """Validate the keys that are no fields, and refuse unregistered keys."""
+        """Validate the settings of registered objectives, and refuse unknown keys."""
         if not isinstance(values, Mapping):
             return values
-        optional: dict[str, Any] = {
-            name: (settings | None, None) for name, settings in _registered.items()
+        optional_fields: dict[str, Any] = {
+            name: (settings | None, None) for name, settings in _registered_settings.items()
         }
-        model = create_model("RegisteredObjectives", __base__=Config, **optional)
-        fields = {name: value for name, value in values.items() if name in cls.model_fields}
-        registered = {name: value for name, value in values.items() if name not in fields}
-        validated = model.model_validate(registered)
-        return fields | {name: getattr(validated, name) for name in registered}
+        model = create_model("RegisteredObjectives", __base__=Config, **optional_fields)
+        field_values = {name: value for name, value in values.items() if name in cls.model_fields}
+        extra_values = {name: value for name, value in values.items() if name not in field_values}
+        extra = model.model_validate(extra_values)
+        return field_values | {name: getattr(extra, name) for name in extra_values}
 
     @model_validator(mode="after")
     def _require_consistent(self) -> ObjectivesConfig:
-        registered = self.model_extra or {}
-        if not (self.contrastive or self.itm or self.mlm or self.mim or any(registered.values())):
+        extra = self.model_extra or {}
+        if not (self.contrastive or self.itm or self.mlm or self.mim or any(extra.values())):
             raise ValueError("contrastive, itm, mlm and mim are all null: nothing is trained")
         if self.teacher and self.contrastive and self.contrastive.kind == "sigmoid":
             raise ValueError(

@@ -22,7 +22,7 @@ def candidate_cross_entropy(
     logits: Tensor,
     positive: Tensor,
     candidate_valid: Tensor,
-    soft: Tensor | None = None,
+    soft_target: Tensor | None = None,
     alpha: float = 0.0,
 ) -> Tensor:
     """Compute the cross-entropy of each row over its candidates, (..., R, K) -> (..., R).
@@ -31,73 +31,69 @@ def candidate_cross_entropy(
 
     Args:
         logits: (..., R, K).
-        positive: (..., R, K) bool; the positives of a row share its target equally.
+        positive: (..., R, K) bool; a row's target is uniform over its positives.
         candidate_valid: (..., K) or (..., R, K) bool; other candidates are ignored.
-        soft: (..., R, K), a teacher's targets, rows that sum to 1.
-        alpha: weight of `soft` in the target.
+        soft_target: (..., R, K), a teacher's probabilities; each row sums to 1.
+        alpha: weight of `soft_target` in the target.
     """
     candidate_valid = torch.broadcast_to(
         candidate_valid if candidate_valid.dim() == logits.dim() else candidate_valid[..., None, :],
         logits.shape,
     )
     positive = positive & candidate_valid
-    number = positive.sum(-1, keepdim=True)
-    target = positive.to(logits.dtype) / number.clamp(min=1)
-    if soft is not None and alpha > 0:
-        mixed = (1 - alpha) * target + alpha * soft.to(logits.dtype)
-        target = torch.where((number > 0) & candidate_valid, mixed, 0)
+    positive_count = positive.sum(-1, keepdim=True)
+    target = positive.to(logits.dtype) / positive_count.clamp(min=1)
+    if soft_target is not None and alpha > 0:
+        mixture = (1 - alpha) * target + alpha * soft_target.to(logits.dtype)
+        target = torch.where((positive_count > 0) & candidate_valid, mixture, 0)
     # Not -inf, as a row without valid candidates would have NaN gradients.
     log_sum = logits.masked_fill(~candidate_valid, torch.finfo(logits.dtype).min).logsumexp(-1)
     return target.sum(-1) * log_sum - (target * logits).sum(-1)
 
 
 def positives(pair_ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """Find candidates that share an id with a row: (..., B, C), (..., K, C) -> (..., B, K) bool.
+    """Return whether row b and candidate k have the same image or equal captions: (..., B, K) bool.
 
-    Ids are (B,) of images, or (..., B, 2) of images and captions, so that captions of one image and
-    equal captions of several images are positives.
+    pair_ids: (..., B, 2), ids of image and caption; candidate_ids: (..., K, 2).
     """
-    if pair_ids.ndim == 1:
-        return pair_ids[:, None] == candidate_ids
     return (pair_ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
 
 
 def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
-    """Find the `positives`, and candidates that match by way of a third row: (..., B, K) bool.
+    """Return whether candidates are `positives` or match by way of a third row: (..., B, K) bool.
 
-    A caption of an image may come again with another image: in its row it is no negative of the
-    first image.
+    If a third row pairs the image of row b with the caption of candidate k, or the caption of row b
+    with the image of candidate k, the candidate is no negative.
 
     Args:
-        pair_ids: (..., B, 2) of images and captions, or (B,) of images, which have no third rows.
-        candidate_ids: (..., K, 2) or (K,).
+        pair_ids: (..., B, 2), ids of image and caption.
+        candidate_ids: (..., K, 2).
         links: (..., L, 2), the third rows; None: `pair_ids`. Memory grows with B K and L.
     """
-    is_positive = positives(pair_ids, candidate_ids)
-    if pair_ids.ndim == 1:
-        return is_positive
     links = pair_ids if links is None else links
-    of_row = match_by_links(pair_ids, candidate_ids, links)
+    i2t = match_by_links(pair_ids, candidate_ids, links)
     is_self = candidate_ids is pair_ids
-    of_candidate = of_row if is_self else match_by_links(candidate_ids, pair_ids, links)
-    return is_positive | of_row | of_candidate.mT
+    t2i = i2t.mT if is_self else match_by_links(candidate_ids, pair_ids, links).mT
+    return positives(pair_ids, candidate_ids) | i2t | t2i
 
 
 def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:
-    """Return whether a row of `links` (..., L, 2) has an image and a caption: (..., I, T) bool.
+    """Return whether a row of `links` pairs image i with caption t: (..., I, T) bool.
 
-    image_ids: (..., I, 2), pairs with the images; caption_ids: (..., T, 2), pairs with the
-    captions.
+    Args:
+        image_ids: (..., I, 2), pair ids of rows with the images.
+        caption_ids: (..., T, 2), pair ids of rows with the captions.
+        links: (..., L, 2), ids of images and captions.
     """
-    linked = _pair_hash(links[..., 0], links[..., 1]).sort(-1).values
-    pairs = _pair_hash(image_ids[..., :, None, 0], caption_ids[..., None, :, 1])
-    flat = pairs.flatten(-2)
-    index = torch.searchsorted(linked, flat).clamp(max=linked.shape[-1] - 1)
-    return (linked.gather(-1, index) == flat).view_as(pairs)
+    link_hashes = _pair_hash(links[..., 0], links[..., 1]).sort(-1).values
+    pair_hashes = _pair_hash(image_ids[..., :, None, 0], caption_ids[..., None, :, 1])
+    flat_hashes = pair_hashes.flatten(-2)
+    index = torch.searchsorted(link_hashes, flat_hashes).clamp(max=link_hashes.shape[-1] - 1)
+    return (link_hashes.gather(-1, index) == flat_hashes).view_as(pair_hashes)
 
 
 def _pair_hash(image_ids: Tensor, caption_ids: Tensor) -> Tensor:
-    # Products wrap around; equal hashes of different pairs are as good as impossible.
+    # Products wrap around in int64. Different pairs almost never have equal hashes.
     return image_ids * _PAIR_HASH + caption_ids
 
 
@@ -114,17 +110,19 @@ def itc_loss(
     soft_targets: tuple[Tensor, Tensor] | None = None,
     alpha: float = 0.0,
 ) -> Loss:
-    """Average image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6); counts rows.
+    """Compute the mean of image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
+
+    `count` of the loss is the number of rows.
 
     Args:
         image, text: (B, d) of unit length.
         image_candidates, text_candidates: (K, d) of unit length; row k of both is a pair, and the B
             pairs are among them.
-        positive: (B, K) bool; the positives of a row share its target.
+        positive: (B, K) bool; a row's target is uniform over its positives.
         temperature: divides the cosines.
         valid: (B,) bool; other rows, and rows without a valid positive, are not counted.
         candidate_valid: (K,) or (B, K) bool; other candidates are ignored.
-        soft_targets: of a teacher, (B, K) each, from `soft_targets`.
+        soft_targets: result of the function `soft_targets`, (B, K) each.
         alpha: weight of the soft targets.
     """
     if valid is None:
@@ -134,10 +132,10 @@ def itc_loss(
     positive = positive & candidate_valid
     valid = valid & positive.any(-1)
     soft_i2t, soft_t2i = soft_targets if soft_targets is not None else (None, None)
-    image_logits, text_logits = _logits(image, text, image_candidates, text_candidates, temperature)
-    rows = candidate_cross_entropy(image_logits, positive, candidate_valid, soft_i2t, alpha)
-    rows = rows + candidate_cross_entropy(text_logits, positive, candidate_valid, soft_t2i, alpha)
-    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+    logits_i2t, logits_t2i = _logits(image, text, image_candidates, text_candidates, temperature)
+    loss_i2t = candidate_cross_entropy(logits_i2t, positive, candidate_valid, soft_i2t, alpha)
+    loss_t2i = candidate_cross_entropy(logits_t2i, positive, candidate_valid, soft_t2i, alpha)
+    return Loss(torch.where(valid, loss_i2t + loss_t2i, 0).sum() / 2, valid.sum())
 
 
 @region
@@ -154,11 +152,12 @@ def soft_targets(
 
     They are the softmax of feature similarities over valid candidates (ALBEF, section 3.3).
     """
-    logits = _logits(image, text, image_candidates, text_candidates, temperature)
+    logits_i2t, logits_t2i = _logits(image, text, image_candidates, text_candidates, temperature)
     if candidate_valid is not None:
-        lowest = torch.finfo(logits[0].dtype).min
-        logits = tuple(side.masked_fill(~candidate_valid, lowest) for side in logits)
-    return logits[0].softmax(-1), logits[1].softmax(-1)
+        lowest = torch.finfo(logits_i2t.dtype).min
+        logits_i2t = logits_i2t.masked_fill(~candidate_valid, lowest)
+        logits_t2i = logits_t2i.masked_fill(~candidate_valid, lowest)
+    return logits_i2t.softmax(-1), logits_t2i.softmax(-1)
 
 
 def _logits(
@@ -167,12 +166,13 @@ def _logits(
     image_candidates: Tensor,
     text_candidates: Tensor,
     temperature: Tensor | float,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
+    """Compute logits image-to-text and text-to-image, (B, K) each, in float32 or better."""
     image, text, image_candidates, text_candidates = full_precision(
         image, text, image_candidates, text_candidates
     )
     with no_autocast(image):
-        return (image @ text_candidates.T / temperature, text @ image_candidates.T / temperature)
+        return image @ text_candidates.T / temperature, text @ image_candidates.T / temperature
 
 
 class LearnedBias(nn.Module):
@@ -193,13 +193,13 @@ def sigmoid_loss(
 ) -> Loss:
     """Compute SigLIP's loss over this rank's images and the texts of all ranks (Algorithm 1).
 
-    Counts images, as the paper divides by their number. Every rank must call it with the same
-    shapes. Gradients are right only if all ranks scale their loss by the same factor, as
-    `vlp.objectives.loss.normalise` does.
+    `count` of the loss is the number of images, by which the paper divides. Every rank must call it
+    with the same shapes. Gradients are right only if all ranks scale their loss by the same factor,
+    as `vlp.objectives.loss.normalise` does.
 
     Args:
         image, text: (B, d) of unit length.
-        pair_ids: see `positives`; pairs that are only `related` by a row of any rank are ignored.
+        pair_ids: see `positives`; `related` pairs that are no positives are ignored.
         valid: (B,) bool; other rows are ignored.
         temperature, bias: logits are cosines / temperature + bias.
     """
@@ -221,29 +221,30 @@ class _Ring(torch.autograd.Function):
         links: Tensor,
         valid: Tensor,
     ) -> Tensor:
-        total, scale_gradient, bias_gradient = (torch.zeros_like(bias) for _ in range(3))
-        image_gradient = torch.zeros_like(image)
+        total, scale_grad, bias_grad = (torch.zeros_like(bias) for _ in range(3))
+        image_grad = torch.zeros_like(image)
         ring = [text, torch.zeros_like(text), pair_ids, valid.to(torch.uint8)]
         with no_autocast(image):
             for _ in range(world_size()):
-                texts, text_gradient, ids, text_valid = ring
+                texts, text_grad, text_pair_ids, text_valid = ring
                 cosines = image @ texts.T
-                positive = positives(pair_ids, ids)
+                positive = positives(pair_ids, text_pair_ids)
                 sign = torch.where(positive, 1.0, -1.0).to(image.dtype)
                 margin = sign * (cosines * scale + bias)
                 mask = valid[:, None] & (text_valid > 0)
-                mask = mask & (positive | ~related(pair_ids, ids, links))
+                mask = mask & (positive | ~related(pair_ids, text_pair_ids, links))
                 total += torch.where(mask, functional.softplus(-margin), 0).sum()
-                logit_gradient = torch.where(mask, -sign * torch.sigmoid(-margin), 0)
-                image_gradient += scale * (logit_gradient @ texts)
-                scale_gradient += (logit_gradient * cosines).sum()
-                bias_gradient += logit_gradient.sum()
-                text_gradient = text_gradient + scale * (logit_gradient.T @ image)
-                ring = ring_exchange([texts, text_gradient, ids, text_valid])
-        ctx.save_for_backward(image_gradient, ring[1], scale_gradient, bias_gradient)
+                logit_grad = torch.where(mask, -sign * torch.sigmoid(-margin), 0)
+                image_grad += scale * (logit_grad @ texts)
+                scale_grad += (logit_grad * cosines).sum()
+                bias_grad += logit_grad.sum()
+                text_grad = text_grad + scale * (logit_grad.T @ image)
+                ring = ring_exchange([texts, text_grad, text_pair_ids, text_valid])
+        # After a full round, ring[1] is the gradient of this rank's texts.
+        ctx.save_for_backward(image_grad, ring[1], scale_grad, bias_grad)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *(gradients[0] * part for part in ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *(grads[0] * input_grad for input_grad in ctx.saved_tensors), None, None, None

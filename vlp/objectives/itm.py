@@ -15,17 +15,16 @@ from vlp.precision import full_precision
 
 
 class Negatives(NamedTuple):
-    """Row indices of K negatives for each row, (B K,) int64; the K of a row are adjacent.
+    """Row indices of K negatives for each row, (B K,) int64; the K negatives of a row are adjacent.
 
     text_for_image: texts that do not match the row's image; image_for_text: images that do not
-    match its text; has_text, has_image: (B K,) bool, False where no negative exists and the index
-    is the row itself.
+    match its text; exists: (B K,) bool, False where a row has no negatives in either direction and
+    both indices are the row itself.
     """
 
     text_for_image: Tensor
     image_for_text: Tensor
-    has_text: Tensor
-    has_image: Tensor
+    exists: Tensor
 
 
 @region
@@ -40,58 +39,52 @@ def hard_negatives(
 ) -> Negatives:
     """Sample negatives in proportion to softmax(similarity) within groups of rows.
 
-    A negative is never an empty row, and never `related` to its row by image or caption.
+    A negative is never an empty row, and never `related` to its row.
 
     Args:
         similarity_i2t: (B, B) logits, divided by the temperature, images by texts.
-        pair_ids: (B, 2) of images and captions, or (B,) of images.
+        pair_ids: (B, 2) int64, ids of image and caption.
         valid: (B,) bool, False = empty row.
         uniform: (B, 2) in [0, 1), for the inverse CDF in float64: column 0 samples the negative
             texts of images, column 1 the negative images of texts.
-        group_size: rows of a group; `sample_groups` cuts them.
+        group_size: rows of a group of `sample_groups`.
         count: K negatives of a row, a systematic sample at (u + k) / K of the CDF, so that a likely
             negative may occur twice.
     """
     rows = similarity_i2t.shape[0]
-    number, size = sample_groups(rows, group_size)
+    groups, size = sample_groups(rows, group_size)
     indices = torch.arange(rows, device=similarity_i2t.device)
-    group_start = indices.unflatten(0, (number, size))[:, :1]
-    # The diagonal blocks: negatives come from the row's group.
-    blocks = similarity_i2t.unflatten(1, (number, size)).unflatten(0, (number, size))
-    blocks = blocks.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
-    # Without ids of captions, texts of equal similarities count as one caption.
-    if pair_ids.ndim == 1:
-        captions = (
-            torch.unique(similarity_i2t.T, dim=0, return_inverse=True)[1] if rows else pair_ids
-        )
-        pair_ids = torch.stack([pair_ids, captions], dim=1)
-    ids, group_valid = pair_ids.unflatten(0, (number, size)), valid.unflatten(0, (number, size))
+    # The diagonal blocks (groups, size, size): negatives come from the row's group.
+    logits = similarity_i2t.unflatten(1, (groups, size)).unflatten(0, (groups, size))
+    logits = logits.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
+    ids, group_valid = pair_ids.unflatten(0, (groups, size)), valid.unflatten(0, (groups, size))
     allowed = ~related(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
 
-    steps = torch.arange(count, device=indices.device)
+    # Draws (groups, size, 2, K): direction, then the K points of the systematic sample.
+    draws = uniform.double().unflatten(0, (groups, size))[..., None]
+    draws = (draws + torch.arange(count, device=indices.device)) / count
+    text = _inverse_cdf(logits, allowed, draws[:, :, 0])
+    image = _inverse_cdf(logits.transpose(1, 2), allowed, draws[:, :, 1])
+    group_start = indices.unflatten(0, (groups, size))[:, :1, None]
+    # `allowed` is symmetric, so both directions have negatives in the same rows.
+    exists = allowed.any(-1).flatten().repeat_interleave(count)
     indices = indices.repeat_interleave(count)
-
-    def choose(logits: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
-        # `allowed` is symmetric, so both directions have candidates in the same rows.
-        has_negative = allowed.any(-1).flatten().repeat_interleave(count)
-        points = (draw.unflatten(0, (number, size))[..., None] + steps) / count
-        index = _inverse_cdf(logits, allowed, points) + group_start[..., None]
-        return torch.where(has_negative, index.flatten(), indices), has_negative
-
-    text, has_text = choose(blocks, uniform[:, 0].double())
-    image, has_image = choose(blocks.transpose(1, 2), uniform[:, 1].double())
-    return Negatives(text, image, has_text, has_image)
+    return Negatives(
+        text_for_image=torch.where(exists, (text + group_start).flatten(), indices),
+        image_for_text=torch.where(exists, (image + group_start).flatten(), indices),
+        exists=exists,
+    )
 
 
-def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
-    """Return the index of the first candidate with a CDF above `draw` (groups, R, K)."""
+def _inverse_cdf(logits: Tensor, allowed: Tensor, draws: Tensor) -> Tensor:
+    """Sample candidates of each row: logits (groups, R, C), draws (groups, R, K) -> as draws."""
     lowest = torch.finfo(logits.dtype).min
-    weight = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
-    cumulative = weight.cumsum(-1)
-    total = cumulative[..., -1:]
+    probability = logits.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0)
+    cdf = probability.cumsum(-1)
+    total = cdf[..., -1:]
     # By rounding, a draw close to 1 could pass the last candidate of non-zero probability.
-    point = torch.minimum(draw * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(cumulative.contiguous(), point.contiguous(), right=True)
+    points = torch.minimum(draws * total, torch.nextafter(total, torch.zeros_like(total)))
+    index = torch.searchsorted(cdf.contiguous(), points.contiguous(), right=True)
     return index.clamp(max=logits.shape[-1] - 1)
 
 
@@ -99,11 +92,11 @@ def _inverse_cdf(logits: Tensor, allowed: Tensor, draw: Tensor) -> Tensor:
 def itm_loss(logits: Tensor, labels: Tensor, mask: Tensor) -> Loss:
     """Compute the cross-entropy of logits (R, 2) and `labels` (R,), 1 = matched, 0 = not.
 
-    mask: (R,) bool; other rows (an empty row, or no negative exists) are not counted.
+    mask: (R,) bool, False = not counted, as an empty row or a row without negatives.
     """
     (logits,) = full_precision(logits)
-    rows = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
-    return Loss(torch.where(mask, rows, 0).sum(), mask.sum())
+    losses = F.cross_entropy(logits, labels.to(torch.int64), reduction="none")
+    return Loss(torch.where(mask, losses, 0).sum(), mask.sum())
 
 
 @region
@@ -117,6 +110,5 @@ def listwise_itm_loss(positive: Tensor, negative: Tensor, mask: Tensor) -> Loss:
     # Negatives are sampled by exp(similarity / temperature), so that at the optimum of this sampled
     # softmax log-odds + similarity / temperature is the log-probability of the match (Bengio and
     # Senecal 2008); re-ranking sorts by this sum.
-    lists = torch.cat([positive[:, None], negative], dim=1)
-    rows = lists.logsumexp(1) - positive
-    return Loss(torch.where(mask, rows, 0).sum(), mask.sum())
+    losses = torch.cat([positive[:, None], negative], dim=1).logsumexp(1) - positive
+    return Loss(torch.where(mask, losses, 0).sum(), mask.sum())

@@ -47,13 +47,14 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
     height, width = pixels.shape[-2:]
     if height % patch_size or width % patch_size:
         raise ValueError(f"{height} x {width} pixels are not whole patches of {patch_size}")
-    cut = pixels.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
-    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+    grid = pixels.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
+    # (B, channel, grid row, row, grid column, column) -> grid axes first.
+    return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
 @region
 def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
-    """Compute the mean absolute error of masked patches (SimMIM, Eq. 1); counts patches.
+    """Compute the mean absolute error of masked patches (SimMIM, Eq. 1); `count` is their number.
 
     Args:
         prediction: (B, M, 3 * patch_size**2).
@@ -74,5 +75,5 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
         patch_mask = patch_mask & valid[:, None]
     prediction, target = full_precision(prediction, target)
     # Mask after the loss: selecting masked patches before it has a slower backward pass.
-    patches = F.l1_loss(prediction, target, reduction="none").mean(-1)
-    return Loss(torch.where(patch_mask, patches, 0).sum(), patch_mask.sum())
+    losses = F.l1_loss(prediction, target, reduction="none").mean(-1)
+    return Loss(torch.where(patch_mask, losses, 0).sum(), patch_mask.sum())

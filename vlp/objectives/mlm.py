@@ -12,11 +12,11 @@ from vlp.compilation import region
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
-def masked_positions(
-    states: Tensor, labels: Tensor, valid: Tensor | None = None, num_rows: int | None = None
+def select_masked(
+    states: Tensor, labels: Tensor, valid: Tensor | None = None, max_masked: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select states (R, width) and labels (R,) of masked tokens.
 
@@ -24,45 +24,45 @@ def masked_positions(
         states: (B, N, width).
         labels: (B, N) int64, -100 at tokens that are not masked.
         valid: (B,) bool; other rows are left out.
-        num_rows: R as a constant, which needs no synchronisation: surplus rows are labelled -100,
-            and surplus tokens left out. None: R is the number of masked tokens.
+        max_masked: R, which then needs no synchronisation; of fewer masked tokens the last rows
+            have label -100, of more the last tokens are left out. None: R is their number.
     """
-    mask = labels != IGNORED
+    mask = labels != IGNORE_INDEX
     if valid is not None:
         mask = mask & valid[:, None]
-    if num_rows is None:
+    if max_masked is None:
         return states[mask], labels[mask]
-    return _first_positions(states, labels, mask, num_rows)
+    return _select_first(states, labels, mask, max_masked)
 
 
 def masked_columns(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices of the masked tokens of each text, (B, Q) int64, and their labels (B, Q).
 
     Q is the maximum over texts, at least 1; texts with fewer masked tokens get other tokens, with
-    label -100, at the end. labels: (B, N), as of `masked_positions`.
+    label -100, at the end. labels: (B, N), as of `select_masked`.
     """
-    mask = labels != IGNORED
-    longest = max(1, int(mask.sum(1).amax()))
+    mask = labels != IGNORE_INDEX
+    columns_per_text = max(1, int(mask.sum(1).amax()))
     # A stable sort puts masked tokens first, in the order of the text.
-    columns = mask.logical_not().sort(stable=True, dim=1).indices[:, :longest]
+    columns = mask.logical_not().sort(stable=True, dim=1).indices[:, :columns_per_text]
     return columns, labels.gather(1, columns)
 
 
 @region
-def _first_positions(
-    states: Tensor, labels: Tensor, mask: Tensor, num_rows: int
+def _select_first(
+    states: Tensor, labels: Tensor, mask: Tensor, max_masked: int
 ) -> tuple[Tensor, Tensor]:
-    positions = mask.flatten().nonzero_static(size=num_rows, fill_value=-1)[:, 0]
-    targets = torch.where(positions < 0, IGNORED, labels.flatten()[positions])
+    positions = mask.flatten().nonzero_static(size=max_masked, fill_value=-1)[:, 0]
+    targets = torch.where(positions < 0, IGNORE_INDEX, labels.flatten()[positions])
     return states.flatten(0, 1)[positions], targets
 
 
-def prediction_rows(positions: int, probability: float) -> int:
-    """Return a number of masked tokens that is almost never exceeded among `positions` tokens."""
+def masked_token_bound(tokens: int, probability: float) -> int:
+    """Return a bound that the number of masked tokens among `tokens` almost never exceeds."""
     # Eight standard deviations plus eight above the mean, rounded up to a multiple of eight.
-    mean = positions * probability
+    mean = tokens * probability
     bound = mean + 8 * (mean * (1 - probability)) ** 0.5 + 8
-    return min(positions, math.ceil(bound / 8) * 8)
+    return min(tokens, math.ceil(bound / 8) * 8)
 
 
 class MLMHead(nn.Module):
@@ -89,17 +89,17 @@ class MLMHead(nn.Module):
 
 @region
 def mlm_loss(
-    logits: Tensor, labels: Tensor, soft: Tensor | None = None, alpha: float = 0.0
+    logits: Tensor, labels: Tensor, soft_target: Tensor | None = None, alpha: float = 0.0
 ) -> Loss:
-    """Compute the cross-entropy at masked tokens (ALBEF, Eq. 7); counts tokens.
+    """Compute the cross-entropy at masked tokens (ALBEF, Eq. 7); `count` is their number.
 
-    logits: (R, vocabulary); labels: (R,), -100 = not counted; soft: (R, vocabulary), a teacher's
-    prediction with rows that sum to 1; alpha: weight of `soft` in the target.
+    logits: (R, vocabulary); labels: (R,), -100 = not counted; soft_target: (R, vocabulary), a
+    teacher's probabilities; alpha: weight of `soft_target` in the target.
     """
     (logits,) = full_precision(logits)
-    valid = labels != IGNORED
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    if soft is not None and alpha > 0:
-        soft_rows = -(soft.to(logits.dtype) * logits.log_softmax(-1)).sum(-1)
-        total = (1 - alpha) * total + alpha * torch.where(valid, soft_rows, 0).sum()
+    valid = labels != IGNORE_INDEX
+    total = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    if soft_target is not None and alpha > 0:
+        soft_losses = -(soft_target.to(logits.dtype) * logits.log_softmax(-1)).sum(-1)
+        total = (1 - alpha) * total + alpha * torch.where(valid, soft_losses, 0).sum()
     return Loss(total, valid.sum())

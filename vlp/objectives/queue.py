@@ -12,7 +12,10 @@ from vlp.compilation import off_cpu, region
 
 
 class Keys(NamedTuple):
-    """Contrastive keys of images and texts, (K, dim), their `Batch.pair_ids` (K, 2), valid (K,)."""
+    """Contrastive keys of images and texts, (K, dim) each, their `Batch.pair_ids`, (K, 2) int64.
+
+    valid: (K,) bool, False = empty row.
+    """
 
     image: Tensor
     text: Tensor
@@ -20,7 +23,7 @@ class Keys(NamedTuple):
     valid: Tensor
 
 
-# Keys of a checkpoint, and the attributes of a queue that they hold.
+# Attribute of a queue by the checkpoint's key.
 _STATE = {
     "image": "image",
     "text": "text",
@@ -31,29 +34,31 @@ _STATE = {
 
 
 @region
-def _write(
-    queue: tuple[Tensor, ...],
-    new: tuple[Tensor, ...],
+def _overwrite_oldest(
+    queue: tuple[Tensor, Tensor, Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
     valid: Tensor | None,
     pointer: Tensor,
     filled: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Overwrite the oldest keys and ids; return the new pointer and number of keys."""
-    size = len(queue[0])
-    accepted = new[0].isfinite().all(-1) & new[1].isfinite().all(-1)
+    """Write a batch (image keys, text keys, pair ids) over the oldest rows of a queue, in place.
+
+    Returns the new pointer and number of keys.
+    """
+    size, rows = len(queue[0]), len(batch[0])
+    mask = batch[0].isfinite().all(-1) & batch[1].isfinite().all(-1)
     if valid is not None:
-        accepted &= valid
-    number = accepted.sum()
-    # Sort accepted rows to the front and write a fixed number of rows, of which the rows that are
-    # not accepted keep the old keys: without a synchronisation.
-    order = torch.arange(min(len(accepted), size), device=accepted.device)
-    order = order + (number - size).clamp(min=0)
-    row = accepted.logical_not().sort(stable=True).indices[order.clamp(max=len(accepted) - 1)]
-    position, written = (order + pointer) % size, order < number
-    for keys, rows in zip(queue, new, strict=True):
-        rows, old = rows[row].to(keys), keys[position]
-        keys[position] = torch.where(written.view(-1, *[1] * (keys.ndim - 1)), rows, old)
-    return (pointer + number) % size, (filled + number).clamp(max=size)
+        mask &= valid
+    count = mask.sum()
+    # Without a synchronisation `count` is unknown: sort valid rows to the front and write a fixed
+    # number of rows, of which those beyond `count` write the old keys again.
+    rank = torch.arange(min(rows, size), device=mask.device) + (count - size).clamp(min=0)
+    source = mask.logical_not().sort(stable=True).indices[rank.clamp(max=rows - 1)]
+    target, is_new = (rank + pointer) % size, rank < count
+    for queue_rows, batch_rows in zip(queue, batch, strict=True):
+        new, old = batch_rows[source].to(queue_rows), queue_rows[target]
+        queue_rows[target] = torch.where(is_new.view(-1, *[1] * (old.ndim - 1)), new, old)
+    return (pointer + count) % size, (filled + count).clamp(max=size)
 
 
 class KeyQueue:
@@ -82,7 +87,7 @@ class KeyQueue:
 
     def keys(self) -> Keys:
         """Return the keys in the queue, as views that the next `push` overwrites."""
-        # On a GPU, counting keys would be a synchronisation: it gets all, empty ones not valid.
+        # On a GPU, reading their number would be a synchronisation: return empty rows, too.
         end = self.size if off_cpu(self.image) else int(self.filled)
         valid = torch.arange(end, device=self.image.device) < self.filled
         return Keys(self.image[:end], self.text[:end], self.pair_ids[:end], valid)
@@ -91,11 +96,11 @@ class KeyQueue:
     def push(
         self, image: Tensor, text: Tensor, pair_ids: Tensor, valid: Tensor | None = None
     ) -> None:
-        """Replace the oldest keys by keys of all ranks; of more than `size` rows the last stay.
+        """Replace the oldest keys by the last `size` of the keys of all ranks.
 
         Args:
             image, text: (R, dim); rows that are not finite are left out.
-            pair_ids: (R, 2) of images and captions, or (R,) of images.
+            pair_ids: (R, 2) int64, ids of image and caption.
             valid: (R,) bool; other rows are left out.
         """
         # A queue of the student's own past features destroys the contrastive loss: R@1 below 1 %.
@@ -103,12 +108,13 @@ class KeyQueue:
             raise ValueError("the queue takes the teacher's keys only, not the student's features")
         if self.size == 0:
             return
-        ids = pair_ids if pair_ids.ndim == 2 else pair_ids[:, None].expand(-1, 2)
-        queue, new = (self.image, self.text, self.pair_ids), (image, text, ids)
-        self.pointer, self.filled = _write(queue, new, valid, self.pointer, self.filled)
+        queue = self.image, self.text, self.pair_ids
+        self.pointer, self.filled = _overwrite_oldest(
+            queue, (image, text, pair_ids), valid, self.pointer, self.filled
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return keys, ids, pointer and number of keys, for the checkpoint."""
+        """Return keys, ids, pointer and number of keys."""
         return {key: getattr(self, name) for key, name in _STATE.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -24,53 +24,53 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
     # A hard maximum selects a patch, which a sum of exponentials does not. The mean over patches
     # removes words that respond to everything. The mean over images keeps words from all
     # selecting the same patch, such as a corner.
-    share = valid.to(words.dtype)
-    share = share / share.sum(-1, keepdim=True).clamp(min=1)
-    return _WordResponse.apply(words, image_tokens, share)
+    image_count = valid.sum(-1, keepdim=True).clamp(min=1)
+    image_weights = valid.to(words.dtype) / image_count
+    return _WordResponse.apply(words, image_tokens, image_weights)
 
 
 class _WordResponse(torch.autograd.Function):
-    """Word responses with a hand-written gradient."""
-
-    # Autograd takes twice the time on a CPU.
+    """Word responses with a hand-written gradient, as autograd takes twice the time on a CPU."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, image_tokens: Tensor, share: Tensor) -> Tensor:
+    def forward(ctx: Any, words: Tensor, image_tokens: Tensor, image_weights: Tensor) -> Tensor:
         images, patches = image_tokens.shape[-3:-1]
         with no_autocast(words):
             similarity = words @ image_tokens.flatten(-3, -2).mT
             similarity = similarity.unflatten(-1, (images, patches))
-            mean_over_images = torch.einsum("...rbm,...b->...rm", similarity.relu(), share)
+            mean_over_images = torch.einsum("...rbm,...b->...rm", similarity.relu(), image_weights)
             contrast = similarity - mean_over_images[..., None, :]
-        best, patch = contrast.max(-1)
-        response = best - similarity.relu_().mean(-1)
-        # The gradient only needs the best patch and where s > 0, which overwrites s.
-        ctx.save_for_backward(words, image_tokens, share, similarity.gt_(0), patch)
+        max_contrast, patch = contrast.max(-1)
+        response = max_contrast - similarity.relu_().mean(-1)
+        # The gradient only needs the best patch and the sign of s, which overwrites s.
+        ctx.save_for_backward(words, image_tokens, image_weights, similarity.gt_(0), patch)
         return response
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        words, image_tokens, share, positive, patch = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        words, image_tokens, image_weights, positive, patch = ctx.saved_tensors
         patches = image_tokens.shape[-2]
-        mean_terms = (gradient * (1 / patches))[..., None]
-        best_terms = gradient.new_zeros(*gradient.shape[:-1], patches)
-        best_terms.scatter_add_(-1, patch, gradient)  # over all images, (..., R, M)
-        mean_terms = mean_terms + share[..., None, :, None] * best_terms[..., None, :]
-        similarity_gradient = (positive * mean_terms).neg_()
-        similarity_gradient.scatter_add_(-1, patch[..., None], gradient[..., None])
-        similarity_gradient = similarity_gradient.flatten(-2)
-        words_gradient = images_gradient = None
+        # Each word's gradients at its best patches, summed over images.
+        max_grad = grad.new_zeros(*grad.shape[:-1], patches)
+        max_grad.scatter_add_(-1, patch, grad)  # (..., R, M)
+        # Both means are subtracted and read relu(s): their gradient is negative, and 0 for s <= 0.
+        relu_grad = (grad * (1 / patches))[..., None]
+        relu_grad = relu_grad + image_weights[..., None, :, None] * max_grad[..., None, :]
+        similarity_grad = (positive * relu_grad).neg_()
+        similarity_grad.scatter_add_(-1, patch[..., None], grad[..., None])
+        similarity_grad = similarity_grad.flatten(-2)
+        words_grad = image_tokens_grad = None
         with no_autocast(words):
             if ctx.needs_input_grad[0]:
-                words_gradient = similarity_gradient @ image_tokens.flatten(-3, -2)
+                words_grad = similarity_grad @ image_tokens.flatten(-3, -2)
             if ctx.needs_input_grad[1]:
-                images_gradient = (similarity_gradient.mT @ words).view_as(image_tokens)
-        return words_gradient, images_gradient, None
+                image_tokens_grad = (similarity_grad.mT @ words).view_as(image_tokens)
+        return words_grad, image_tokens_grad, None
 
 
 class TokenLosses(NamedTuple):
-    """Losses of captions, a sum over texts, and of single words, a sum over words."""
+    """Loss of whole captions, summed over texts, and of single words, summed over words."""
 
     captions: Loss
     words: Loss
@@ -90,7 +90,7 @@ def token_losses(
     """Compute both losses within sample groups, with logits `scale * word_response`.
 
     Captions: symmetric cross-entropy of the mean logit of a text's words. Captions of one image,
-    and equal captions, share the target; other `related` pairs are no candidates.
+    and equal captions, image_weights the target; other `related` pairs are no candidates.
 
     Words: an image is positive for a word if one of its texts in the group has the same word piece.
     The loss is the mean over positive images of -log(e^l+ / (e^l+ + sum e^l-)), the sum over
@@ -102,30 +102,30 @@ def token_losses(
         text_tokens: (B, N, D), unit length.
         word_mask: (B, N) bool, True = word piece.
         word_ids: (B, N) int64, ids of word pieces.
-        pair_ids: (B,) of images, or (B, 2) of images and captions.
+        pair_ids: (B, 2) int64, ids of image and caption.
         valid: (B,) bool; other rows, and rows of texts without words, are left out as
             queries and as candidates.
         scale: factor of the logits, an inverse temperature.
         group_size: samples per group.
     """
     groups = sample_groups(image_tokens.shape[0], group_size)
-    pair_ids = pair_ids if pair_ids.ndim == 2 else pair_ids[:, None].expand(-1, 2)
     image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
         x.unflatten(0, groups)
         for x in (image_tokens, text_tokens, word_mask, word_ids, pair_ids, valid)
     )
     valid = valid & word_mask.any(-1)
     positive = positives(ids, ids)
-    # Each pair links itself, so these hold all that `related` finds.
-    linked = match_by_links(ids, ids, ids)
-    candidates = valid[:, None, :] & (positive | ~(linked | linked.mT))
+    # is_pair[g, i, t]: a row of group g pairs the image of row i with the caption of row t. No
+    # third row is needed, so this includes all pairs that `related` finds.
+    is_pair = match_by_links(ids, ids, ids)
+    candidates = valid[:, None, :] & (positive | ~(is_pair | is_pair.mT))
     images, texts = full_precision(image_tokens, text_tokens)
     response = word_response(texts.flatten(-3, -2), images, valid)
     response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
     word_count = word_mask.sum(-1).clamp(min=1)
     mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
-    of_image = linked.mT & valid[:, :, None] & valid[:, None, :]
-    has_word = _images_with_word(word_ids, word_mask, of_image)
+    is_caption = is_pair.mT & valid[:, :, None] & valid[:, None, :]
+    has_word = _images_with_word(word_ids, word_mask, is_caption)
     return TokenLosses(
         _caption_loss(scale * mean_response.mT, positive, candidates, valid),
         _word_loss(scale * response, has_word, word_mask, valid),
@@ -135,32 +135,36 @@ def token_losses(
 def _caption_loss(logits: Tensor, positive: Tensor, candidates: Tensor, valid: Tensor) -> Loss:
     """Compute the captions' loss from logits (groups, images, texts).
 
-    positive, candidates: (groups, S, S) bool, the same for texts of images as for images of texts.
+    positive, candidates: (groups, S, S) bool for groups of S samples; both directions share them.
     """
-    rows = candidate_cross_entropy(logits, positive, candidates)
-    rows = rows + candidate_cross_entropy(logits.mT, positive, candidates)
-    return Loss(torch.where(valid, rows, 0).sum() / 2, valid.sum())
+    i2t = candidate_cross_entropy(logits, positive, candidates)
+    t2i = candidate_cross_entropy(logits.mT, positive, candidates)
+    return Loss(torch.where(valid, i2t + t2i, 0).sum() / 2, valid.sum())
 
 
 def _word_loss(logits: Tensor, has_word: Tensor, word_mask: Tensor, valid: Tensor) -> Loss:
-    """Compute the words' loss: logits and `has_word` (groups, texts, N, images)."""
+    """Compute the words' loss from logits (groups, texts, N, images).
+
+    has_word: as logits, bool, True = positive image; word_mask: (groups, texts, N); valid: (groups,
+    texts), False also for texts without words.
+    """
     negative = ~has_word & valid[:, None, None, :]
     lowest = torch.finfo(logits.dtype).min
     log_sum = logits.masked_fill(~negative, lowest).logsumexp(-1, keepdim=True)
     pair_losses = torch.where(has_word, functional.softplus(log_sum - logits), 0)
     word_losses = pair_losses.sum(-1) / has_word.sum(-1).clamp(min=1)
-    mask = word_mask & valid[..., None] & negative.any(-1)
-    return Loss(torch.where(mask, word_losses, 0).sum(), mask.sum())
+    is_counted = word_mask & valid[..., None] & negative.any(-1)
+    return Loss(torch.where(is_counted, word_losses, 0).sum(), is_counted.sum())
 
 
-def _images_with_word(word_ids: Tensor, word_mask: Tensor, of_image: Tensor) -> Tensor:
-    """Return whether an image has a text with the word, (groups, texts, N, images) bool.
+def _images_with_word(word_ids: Tensor, word_mask: Tensor, is_caption: Tensor) -> Tensor:
+    """Return whether some caption of an image has the word, (groups, texts, N, images) bool.
 
-    of_image: (groups, texts, images) bool, True where a text describes an image.
+    is_caption: (groups, texts, images) bool, True where a text describes an image.
     """
     equal = word_ids[:, :, :, None, None] == word_ids[:, None, None, :, :]
     in_text = (equal & word_mask[:, None, None, :, :]).any(-1)  # (groups, texts, N, texts)
-    has_word = in_text.flatten(1, 2).float() @ of_image.float() > 0
+    has_word = in_text.flatten(1, 2).float() @ is_caption.float() > 0
     return has_word.unflatten(1, word_ids.shape[1:])
 
 
@@ -176,7 +180,7 @@ PHRASE_SCALE = 10.0
 def phrase_loss(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, valid: Tensor
 ) -> Loss:
-    """Compute the cross-entropy between a word's attention to patches and its best neighbour's.
+    """Compute the cross-entropy of words' attention to patches against more selective neighbours'.
 
     The selectivity of a word is sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the most
     selective word at a distance of 1 to `PHRASE_REACH`, and the loss of the word is
@@ -191,18 +195,21 @@ def phrase_loss(
     word piece; valid: (B,) bool, False = not counted.
     """
     image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
-    words = word_mask & valid[:, None]
+    is_counted = word_mask & valid[:, None]
     with no_autocast(text_tokens):
         similarity = text_tokens @ image_tokens.mT  # (B, N, M)
     with torch.no_grad():
         # -2: below the selectivity of any word.
-        selectivity = (similarity.amax(-1) - similarity.relu().mean(-1)).masked_fill(~words, -2.0)
-        positions = torch.arange(words.shape[1], device=words.device)
+        selectivity = similarity.amax(-1) - similarity.relu().mean(-1)
+        selectivity = selectivity.masked_fill(~is_counted, -2.0)
+        positions = torch.arange(is_counted.shape[1], device=is_counted.device)
         distance = (positions[:, None] - positions).abs()
         in_reach = (distance > 0) & (distance <= PHRASE_REACH)
-        best, leader = selectivity[:, None, :].masked_fill(~in_reach, -2.0).max(-1)  # (B, N)
-        target = (PHRASE_SCALE * similarity).softmax(-1)
-        target = target.gather(1, leader[..., None].expand_as(target))
-        weight = torch.where(words, (best - selectivity - PHRASE_MARGIN).clamp(min=0), 0)
+        in_reach_selectivity = selectivity[:, None, :].masked_fill(~in_reach, -2.0)
+        leader_selectivity, leader = in_reach_selectivity.max(-1)  # (B, N)
+        attention = (PHRASE_SCALE * similarity).softmax(-1)
+        target = attention.gather(1, leader[..., None].expand_as(attention))
+        lead = (leader_selectivity - selectivity - PHRASE_MARGIN).clamp(min=0)
+        weight = torch.where(is_counted, lead, 0)
     losses = -(target * (PHRASE_SCALE * similarity).log_softmax(-1)).sum(-1)
-    return Loss((weight * losses).sum(), words.sum())
+    return Loss((weight * losses).sum(), is_counted.sum())

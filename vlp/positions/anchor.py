@@ -47,7 +47,7 @@ def chebyshev_distance(x: Tensor) -> Tensor:
 
 
 def _sweep(length: int) -> list[tuple[int, int]]:
-    # Pairs (index, previous) of a pass to the end of an axis and back.
+    # Pairs (index, previous index) of a pass to the end of an axis and back.
     forward = [(index, index - 1) for index in range(1, length)]
     return forward + [(previous, index) for index, previous in reversed(forward)]
 
@@ -56,8 +56,8 @@ def _minimum_of_three(row: Tensor) -> Tensor:
     # Of each column and both its neighbours.
     columns = row.shape[-2]
     padded = functional.pad(row, (0, 0, 1, 1), value=math.inf)
-    sides = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
-    return torch.minimum(row, sides)
+    neighbours = torch.minimum(padded.narrow(-2, 0, columns), padded.narrow(-2, 2, columns))
+    return torch.minimum(row, neighbours)
 
 
 # Distance between patches, D_p2p of Eq. 7 (papers.md#ace-a11).
@@ -102,13 +102,14 @@ def windowed_path(
     patch_reach: int,
     metric: Metric,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of `anchor_path`, differentiable once.
+    """Run the kernel of `anchor_path`, differentiable once: path and `reachable` (B, M, N, G).
 
     `distance` is (B, M, N, G) with any strides, `word_mask` (B, N) bool.
     """
     save_winner = distance.requires_grad and torch.is_grad_enabled()
-    window = [*grid, text_reach, patch_reach]
-    path, reachable, _ = _path(distance, word_mask, window, metric, save_winner)
+    # An operator's schema has no tuples: one list holds all sizes.
+    sizes = [*grid, text_reach, patch_reach]
+    path, reachable, _ = _path(distance, word_mask, sizes, metric, save_winner)
     return path, reachable
 
 
@@ -119,10 +120,10 @@ def kernels() -> ModuleType:
     return importlib.import_module("vlp.positions.anchor_kernels")
 
 
-def _launch(
-    distance: Tensor, word_mask: Tensor | None, window: list[int], metric: str, save_winner: bool
+def _launch_forward(
+    distance: Tensor, word_mask: Tensor | None, sizes: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    path, reachable, winner = _empty_results(distance, word_mask, window, metric, save_winner)
+    path, reachable, winner = _empty_results(distance, word_mask, sizes, metric, save_winner)
     reachable_bytes = reachable.view(torch.uint8)
     if path.numel():
         with torch.cuda.device(path.get_device()):
@@ -135,7 +136,7 @@ def _launch(
                 winner if save_winner else reachable_bytes,
                 *distance.stride(),
                 *path.stride(),
-                **_kernel_options(path, window, metric),
+                **_kernel_options(path, sizes, metric),
                 MASKED=word_mask is not None,
                 SAVE_WINNER=save_winner,
             )
@@ -143,66 +144,67 @@ def _launch(
 
 
 def _empty_results(
-    distance: Tensor, word_mask: Tensor | None, window: list[int], metric: str, save_winner: bool
+    distance: Tensor, word_mask: Tensor | None, sizes: list[int], metric: str, save_winner: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate path, `reachable`, and the window entry from which each path comes (`winner`)."""
+    """Allocate path, `reachable`, and `winner`: the window entry of each path's anchor."""
     # With the strides of `distance`, so that the kernel reads and writes in one memory order.
     path = torch.empty_like(distance)
     reachable = torch.empty_like(path, dtype=torch.bool)
     # The entries of a default window (45) can be numbered in one byte.
-    dtype = torch.uint8 if _window_entries(*window[2:]) < 256 else torch.int16
+    dtype = torch.uint8 if _window_entries(*sizes[2:]) < 256 else torch.int16
     return path, reachable, torch.empty_like(path if save_winner else path[:0], dtype=dtype)
 
 
-def _launch_backward(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
-    gradient = torch.empty_like(winner, dtype=path_grad.dtype)
-    if gradient.numel():
-        with torch.cuda.device(gradient.get_device()):
-            kernels().path_backward_kernel[_launch_grid(gradient)](
+def _launch_backward(path_grad: Tensor, winner: Tensor, sizes: list[int], metric: str) -> Tensor:
+    distance_grad = torch.empty_like(winner, dtype=path_grad.dtype)
+    if distance_grad.numel():
+        with torch.cuda.device(distance_grad.get_device()):
+            kernels().path_backward_kernel[_launch_grid(distance_grad)](
                 path_grad,
                 winner,
-                gradient,
+                distance_grad,
                 *path_grad.stride(),
-                *gradient.stride(),
-                **_kernel_options(gradient, window, metric),
+                *distance_grad.stride(),
+                **_kernel_options(distance_grad, sizes, metric),
             )
-    return gradient
+    return distance_grad
 
 
-def _empty_gradient(path_grad: Tensor, winner: Tensor, window: list[int], metric: str) -> Tensor:
+def _empty_gradient(path_grad: Tensor, winner: Tensor, sizes: list[int], metric: str) -> Tensor:
     return torch.empty_like(winner, dtype=path_grad.dtype)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.window, ctx.metric = inputs[2:4]
-    ctx.save_for_backward(output[2])
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.sizes, ctx.metric = inputs[2:4]
+    _, reachable, winner = output
+    ctx.save_for_backward(winner)
+    ctx.mark_non_differentiable(reachable, winner)
 
 
-def _differentiate(ctx: Any, path_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, path_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (winner,) = ctx.saved_tensors
-    gradient = _path_backward(path_grad, winner, ctx.window, ctx.metric)
-    return gradient, None, None, None, None
+    distance_grad = _path_backward(path_grad, winner, ctx.sizes, ctx.metric)
+    return distance_grad, None, None, None, None
 
 
-_path = KernelOperator("windowed_path", _launch, _empty_results, _setup_context, _differentiate)
+_path = KernelOperator("windowed_path", _launch_forward, _empty_results, _setup_context, _backward)
 _path_backward = KernelOperator("windowed_path_backward", _launch_backward, _empty_gradient)
 
 
-def _kernel_options(path: Tensor, window: list[int], metric: str) -> dict[str, Any]:
-    rows, columns, text_reach, patch_reach = window
+def _kernel_options(path: Tensor, sizes: list[int], metric: str) -> dict[str, Any]:
+    rows, columns, text_reach, patch_reach = sizes
     language = importlib.import_module("triton.language")
     return {
         "tokens": path.shape[2],
         "groups": path.shape[3],
         "ROWS": rows,
         "COLUMNS": columns,
-        "TEXT": text_reach,
-        "PATCH": patch_reach,
+        "TEXT_REACH": text_reach,
+        "PATCH_REACH": patch_reach,
         "METRIC": metric,
         "ENTRIES": _window_entries(text_reach, patch_reach),
         "GROUPS_LAST": path.stride(3) == 1,
-        "TYPE": getattr(language, "float64" if path.dtype == torch.float64 else "float32"),
+        "DTYPE": getattr(language, "float64" if path.dtype == torch.float64 else "float32"),
         "BLOCK": _BLOCK,
     }
 
@@ -217,14 +219,14 @@ def _launch_grid(x: Tensor) -> tuple[int]:
     return (len(x) * -(-x[0].numel() // _BLOCK),)
 
 
-# Entries of an intermediate result that stay in a core's cache: 1 MiB of float32.
-_CACHED_ENTRIES = 1 << 18
-# At import, as `torch.compile` cannot trace the search (PyTorch 2.11).
+# Numbers of an intermediate result that stay in a core's cache: 1 MiB of float32.
+_CACHED_NUMBERS = 1 << 18
+# At import, as `torch.compile` cannot trace `find_spec` (PyTorch 2.11).
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
-    """Compute the cosine S_G of every patch and token in each group (Eq. 3, papers.md#ace-a6).
+    """Compute the cosine S of every patch and token in each group (Eq. 3, papers.md#ace-a6).
 
     Args:
         image: (..., M, D) patch features.
@@ -255,38 +257,38 @@ def anchor_distance(
 
     An anchor is an entry with S >= delta; its distance is 1 / S. The hard form, the limit of Eq. 4
     for tau -> infinity, sets all other entries to +inf. The soft form, Eq. 4 as printed, sets them
-    to exp(tau (delta - S)) / delta. With the default delta, tau and windows both give equal paths
-    to anchors, unless some S lies within 1.6e-5 below delta.
+    to exp(tau (delta - S)) / delta. With the defaults, both forms give equal paths to anchors,
+    unless some S lies within 1.6e-5 below delta.
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
-        threshold: delta, positive; a number or a 0-d tensor, which is not checked, as that would
-            synchronise a GPU.
+        threshold: delta, a positive number or 0-d tensor.
         hard: False selects the soft form, in which `anchor_path` reaches every patch and word.
         tau: steepness of the soft form, positive; the hard form ignores it.
 
     Returns:
         (..., M, N, G): at anchors in [1, 1/delta], elsewhere larger or +inf.
     """
+    # Checking a tensor would synchronise a GPU.
     if not isinstance(threshold, Tensor) and not threshold > 0:
         raise ValueError(f"the anchor threshold must be positive, not {threshold}")
     if not tau > 0:
         raise ValueError(f"tau must be positive, not {tau}")
     dtype = similarity.dtype
     similarity = at_least_float32(similarity)
-    anchor = similarity >= threshold
+    is_anchor = similarity >= threshold
     # Clamped, as 1/0 under a `where` would make the gradient NaN.
-    clamped = similarity.clamp(min=threshold)
-    if hard and _may_overwrite(clamped):
-        return clamped.reciprocal_().masked_fill_(~anchor, math.inf).to(dtype)
-    distance = clamped.reciprocal()
+    divisor = similarity.clamp(min=threshold)
+    if hard and _may_overwrite(divisor):
+        return divisor.reciprocal_().masked_fill_(~is_anchor, math.inf).to(dtype)
+    distance = divisor.reciprocal()
     if hard:
-        return distance.masked_fill(~anchor, math.inf).to(dtype)
-    # Not by way of S_hat, which underflows in float32 from 0.0102 below the threshold. The exponent
+        return distance.masked_fill(~is_anchor, math.inf).to(dtype)
+    # Not as 1 / S_hat, as S_hat underflows in float32 from 0.0102 below the threshold. The exponent
     # is clamped, so that sums of distances stay finite.
-    largest = math.log(torch.finfo(dtype).max) / 2
-    exponent = (tau * (threshold - similarity)).clamp(0.0, largest)
-    return torch.where(anchor, distance, exponent.exp() / threshold).to(dtype)
+    max_exponent = math.log(torch.finfo(dtype).max) / 2
+    exponent = (tau * (threshold - similarity)).clamp(0.0, max_exponent)
+    return torch.where(is_anchor, distance, exponent.exp() / threshold).to(dtype)
 
 
 def anchor_path(
@@ -314,9 +316,9 @@ def anchor_path(
         kernel: False uses PyTorch on a GPU, too.
 
     Returns:
-        The path (..., M, N, G), in which a step of one patch and a step of one token both add 1
-        (papers.md#ace-a16); it is 0 where no anchor is in the windows. And `reachable`, bool, which
-        is False there.
+        The path (..., M, N, G), where a step of one patch and a step of one token both add 1
+        (papers.md#ace-a16), and `reachable`, bool of the same shape. Where no anchor is in the
+        windows, they are 0 and False.
     """
     rows, columns = grid
     if rows * columns != distance.shape[-3]:
@@ -336,21 +338,21 @@ def anchor_path(
         return path.view(shape), reachable.view(shape)
 
     # (B, G, rows, columns, N): tokens are contiguous in memory, as `group_similarity` leaves them.
-    plane = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
-    if _may_overwrite(plane):
+    distance = at_least_float32(distance).movedim(-1, 1).unflatten(2, grid)
+    windows = text_reach, patch_reach, metric
+    if _may_overwrite(distance):
         # A chunk of pairs at a time, so that intermediate results stay in a CPU's cache.
-        path, reachable = torch.empty_like(plane), torch.empty_like(plane, dtype=torch.bool)
-        chunk_size = _pairs_in_cache(plane)
-        for start in range(0, len(plane), chunk_size):
+        path, reachable = torch.empty_like(distance), torch.empty_like(distance, dtype=torch.bool)
+        chunk_size = _pairs_in_cache(distance)
+        for start in range(0, len(distance), chunk_size):
             chunk = slice(start, start + chunk_size)
-            barrier = None if word_mask is None else _barrier(word_mask[chunk], plane.dtype)
-            shortest = _shortest_path(plane[chunk], barrier, text_reach, patch_reach, metric)
+            chunk_mask = None if word_mask is None else word_mask[chunk]
+            shortest = _shortest_path(distance[chunk], chunk_mask, *windows)
             torch.lt(shortest, math.inf, out=reachable[chunk])
             # NaN of a diverged run counts as unreachable, as in the kernel.
             torch.nan_to_num(shortest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
-        barrier = None if word_mask is None else _barrier(word_mask, plane.dtype)
-        shortest = _shortest_path(plane, barrier, text_reach, patch_reach, metric)
+        shortest = _shortest_path(distance, word_mask, *windows)
         path, reachable = torch.nan_to_num(shortest, nan=0.0, posinf=0.0), shortest < math.inf
     path, reachable = (x.flatten(2, 3).movedim(1, -1).view(shape) for x in (path, reachable))
     return path.to(dtype), reachable
@@ -373,23 +375,9 @@ def longest_path(
         text_window, patch_window, metric: see `anchor_path`.
     """
     text_reach, patch_reach = text_window_reach(text_window), patch_window_reach(patch_window)
-    down, right = (side - 1 if patch_reach is None else patch_reach for side in grid)
     text_reach = tokens - 1 if text_reach is None else text_reach
+    down, right = (size - 1 if patch_reach is None else patch_reach for size in grid)
     return 1 / threshold + text_reach + _patch_distance(down, right, metric)
-
-
-def embed_path(path: Tensor, table: Tensor) -> Tensor:
-    """Return the position embedding E_ace = P W (Eq. 8), (..., M, N, D), in the dtype of `path`.
-
-    For tests: the model never materialises E. 0 where no group has a path (papers.md#ace-a15).
-
-    Args:
-        path: (..., M, N, G), from `anchor_path`.
-        table: W, (G, D).
-    """
-    with torch.autocast(path.device.type, enabled=False):
-        embedding = at_least_float32(path) @ at_least_float32(table)
-    return embedding.to(path.dtype)
 
 
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
@@ -435,11 +423,11 @@ def _expand_mask(mask: Tensor, distance: Tensor) -> Tensor:
     return mask.expand(*batch_shape, tokens).reshape(math.prod(batch_shape), tokens)
 
 
-def _barrier(word_mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _token_penalty(word_mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 at words and +inf elsewhere, (B, 1, 1, 1, N)."""
-    # To be added to distances, which is cheaper than `masked_fill`.
-    barrier = torch.zeros(word_mask.shape, dtype=dtype, device=word_mask.device)
-    return barrier.masked_fill_(~word_mask, math.inf)[:, None, None, None]
+    # Adding it to distances is cheaper than `masked_fill`.
+    penalty = torch.zeros(word_mask.shape, dtype=dtype, device=word_mask.device)
+    return penalty.masked_fill_(~word_mask, math.inf)[:, None, None, None]
 
 
 def has_triton() -> bool:
@@ -452,17 +440,17 @@ def _may_overwrite(x: Tensor) -> bool:
     return not (x.requires_grad or torch.compiler.is_compiling())
 
 
-def _pairs_in_cache(plane: Tensor) -> int:
+def _pairs_in_cache(distance: Tensor) -> int:
     """Return how many pairs of (B, G, rows, columns, N) a CPU's caches hold; all on a GPU."""
-    if plane.device.type != "cpu":
-        return max(1, len(plane))
-    entries = max(1, plane[:1].numel())
-    return max(1, _CACHED_ENTRIES * torch.get_num_threads() // entries)
+    if distance.device.type != "cpu":
+        return max(1, len(distance))
+    numbers_per_pair = max(1, distance[:1].numel())
+    return max(1, _CACHED_NUMBERS * torch.get_num_threads() // numbers_per_pair)
 
 
 def _shortest_path(
-    plane: Tensor,
-    barrier: Tensor | None,
+    distance: Tensor,
+    word_mask: Tensor | None,
     text_reach: int | None,
     patch_reach: int | None,
     metric: Metric,
@@ -470,49 +458,50 @@ def _shortest_path(
     """Compute Eq. 7 over (B, G, rows, columns, N): +inf where no anchor is reachable."""
     # The minimum over anchors splits into minima over tokens and then over patches. Unbounded
     # windows take time linear in M and N, except under the Euclidean metric.
-    plane = plane if barrier is None else plane + barrier
+    penalty = None if word_mask is None else _token_penalty(word_mask, distance.dtype)
+    path = distance if penalty is None else distance + penalty
     if text_reach is None:
-        plane = distance_along_axis(plane, -1)
+        path = distance_along_axis(path, -1)
     else:
-        plane = _relax(plane, _token_steps(plane, text_reach))
+        path = _relax(path, _token_steps(path, text_reach))
     # Tokens that are no words have no path, but the minimum over tokens gave them one.
-    plane = plane if barrier is None else plane + barrier
+    path = path if penalty is None else path + penalty
     if patch_reach is None and metric == "manhattan":
-        return manhattan_distance(plane)
+        return manhattan_distance(path)
     if patch_reach is None and metric == "chebyshev":
-        return chebyshev_distance(plane)
-    reach = max(plane.shape[-3:-1]) if patch_reach is None else patch_reach
-    return _relax(plane, _patch_steps(plane, reach, metric))
+        return chebyshev_distance(path)
+    reach = max(path.shape[-3:-1]) if patch_reach is None else patch_reach
+    return _relax(path, _patch_steps(path, reach, metric))
 
 
-def _token_steps(plane: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
-    """Yield for each step along N the minimum of both neighbours (..., N), and the step."""
-    for step in range(1, min(reach, plane.shape[-1] - 1) + 1):
-        yield _neighbour_minimum(plane, -1, step), step
+def _token_steps(path: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
+    """Yield the minimum of the two tokens at each step along N, and the step."""
+    for step in range(1, min(reach, path.shape[-1] - 1) + 1):
+        yield _neighbour_minimum(path, -1, step), step
 
 
-def _patch_steps(plane: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
-    """Yield for each step on the grid the minimum of four neighbours, and the step's length."""
+def _patch_steps(path: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
+    """Yield the minimum of the four patches at each step on the grid, and the step's length."""
     # The neighbours above and below are reduced first: a window of side 2 r + 1 takes only
     # (r + 1)^2 - 1 steps.
-    rows, columns = plane.shape[-3:-1]
+    rows, columns = path.shape[-3:-1]
     for down in range(min(reach, rows - 1) + 1):
-        line = _neighbour_minimum(plane, -3, down) if down else plane
+        vertical = _neighbour_minimum(path, -3, down) if down else path
         for right in range(1, min(reach, columns - 1) + 1):
-            yield _neighbour_minimum(line, -2, right), _patch_distance(down, right, metric)
+            yield _neighbour_minimum(vertical, -2, right), _patch_distance(down, right, metric)
         if down:
-            # Last, as `_relax` may overwrite `line`.
-            yield line, _patch_distance(down, 0, metric)
+            # Last, as `_relax` may overwrite `vertical`.
+            yield vertical, _patch_distance(down, 0, metric)
 
 
-def _relax(plane: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the minimum of `plane` and of every step's values plus its length."""
-    shortest = plane
-    for values, length in steps:
-        if _may_overwrite(values):
-            shortest = torch.minimum(shortest, values.add_(length), out=values)
+def _relax(path: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
+    """Return the minimum of the path, and of the path at every step plus the step's length."""
+    shortest = path
+    for step_path, length in steps:
+        if _may_overwrite(step_path):
+            shortest = torch.minimum(shortest, step_path.add_(length), out=step_path)
         else:
-            shortest = torch.minimum(shortest, values + length)
+            shortest = torch.minimum(shortest, step_path + length)
     return shortest
 
 
@@ -522,14 +511,15 @@ def _neighbour_minimum(x: Tensor, dim: int, step: int) -> Tensor:
     if not _may_overwrite(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
         return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
-    # Number of positions with two neighbours, and of those with one neighbour at either end.
+    # At either end `outer` positions have one neighbour. The `inner` positions between them have
+    # two, or, for a step of more than half the size, none.
     inner, outer = max(0, size - 2 * step), min(step, size - step)
-    sides = torch.empty_like(x)
-    sides.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))
-    sides.narrow(dim, size - outer, outer).copy_(x.narrow(dim, size - outer - step, outer))
-    middle = sides.narrow(dim, outer, size - 2 * outer)
+    minimum = torch.empty_like(x)
+    minimum.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))
+    minimum.narrow(dim, size - outer, outer).copy_(x.narrow(dim, size - outer - step, outer))
+    middle = minimum.narrow(dim, outer, size - 2 * outer)
     if inner:
         torch.minimum(x.narrow(dim, 0, inner), x.narrow(dim, 2 * step, inner), out=middle)
     else:
         middle.fill_(math.inf)
-    return sides
+    return minimum

@@ -1,10 +1,10 @@
 """Cross-attention with ACE-RPE on a GPU, in one kernel forward and one backward (Eqs 8-12).
 
-ACE-RPE is linear in the paths P. Contextual mode: with T = W U^T, for a role's table W and its
-projection's weight U, the projection of x + mean(P) W is that of x plus mean(P) T. The kernel adds
-these terms to queries, keys and values, sums a_ij P_ij over the keys along with a_ij V_j, and
-multiplies the sum by the value table once. Bias mode: the kernel adds P times `slopes` to the
-logits. There is no dropout, and no second derivative.
+ACE-RPE is linear in the paths P. In contextual mode a role has a table W and a projection with
+weight U: with T = W U^T, the projection of x + mean(P) W is x U^T + mean(P) T. The kernel adds
+mean(P) T to queries, keys and values, sums a_ij P_ij over the keys along with a_ij V_j, and
+multiplies the sum of paths by the value table once. In bias mode the kernel adds P times slopes to
+the logits. There is no dropout, and no second derivative.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def block_sizes(
     queries: int, keys: int, groups: int, channels: int, forward: bool
 ) -> dict[str, int]:
     """Return the block sizes and Triton's launch options, chosen so that registers suffice."""
-    largest = {"BLOCK_Q": BLOCK if groups <= 8 else BLOCK // 2, "BLOCK_K": BLOCK}
+    max_queries = BLOCK if groups <= 8 else BLOCK // 2
     options = {
-        name: min(largest[name], max(16, power_of_two(tokens)))
-        for name, tokens in (("BLOCK_Q", queries), ("BLOCK_K", keys))
+        "BLOCK_Q": min(max_queries, max(16, power_of_two(queries))),
+        "BLOCK_K": min(BLOCK, max(16, power_of_two(keys))),
     }
     # Eight warps would duplicate blocks of 32 x 32 tokens and halve occupancy; backward, wider
     # heads need their registers. More pipeline stages would lower occupancy, too.
@@ -42,18 +42,18 @@ def block_sizes(
 
 def readable_keys(path: Tensor) -> int:
     """Return how many keys of a row of paths (B, Q, K, G) may be read: `aligned_length` or K."""
-    # Kernels discard what lies beyond K, but must not read beyond the storage.
+    # Kernels discard values beyond K, but must not read beyond the storage.
     keys, start = path.shape[2], path.storage_offset()
-    alignments = (path.stride(0), path.stride(1), path.stride(3), start)
-    aligned = aligned_length(keys)
+    row_starts = (path.stride(0), path.stride(1), path.stride(3), start)
+    is_aligned = path.stride(2) == 1 and not any(step % _ALIGNED for step in row_starts)
+    padded_keys = aligned_length(keys)
     last = sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
-    end = (start + last + 1 + aligned - keys) * path.itemsize
-    is_aligned = path.stride(2) == 1 and not any(stride % _ALIGNED for stride in alignments)
-    return aligned if is_aligned and end <= path.untyped_storage().nbytes() else keys
+    end = (start + last + 1 + padded_keys - keys) * path.itemsize
+    return padded_keys if is_aligned and end <= path.untyped_storage().nbytes() else keys
 
 
 def aligned_length(keys: int) -> int:
-    """Return the length of a row of keys, padded so that the next row allows vectorised loads."""
+    """Return the length of a row of keys with padding, after which the next row is aligned."""
     return -(-keys // _ALIGNED) * _ALIGNED
 
 
@@ -118,8 +118,8 @@ def anchor_attention(
     return out
 
 
-# Schemas of the operators. Arguments are the inputs, for gradients also the results of the forward
-# pass and the gradient of its output, then heads and scale.
+# Schemas of the operators. Arguments are the inputs; for gradients also the results of the forward
+# pass and the gradient of its output; last, heads and scale.
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor path, Tensor? mask, Tensor? query_mean, "
     "Tensor? key_mean, Tensor terms"
@@ -127,35 +127,42 @@ _INPUTS = (
 _RESULTS = "Tensor out, Tensor residual, Tensor row_statistics, Tensor out_grad"
 
 
-def _attend(*arguments: Any) -> Results:
+def _launch_forward(*arguments: Any) -> Results:
     *tensors, heads, scale = arguments
     inputs = _Inputs(tensors, heads, forward=True)
     results = _empty_results(*arguments)
-    inputs.launch("forward", inputs.query_blocks * heads, scale, *results)
+    inputs.launch("attention_forward", inputs.query_blocks * heads, scale, *results)
     return results
 
 
-def _attend_backward(*arguments: Any) -> Gradients:
+def _launch_backward(*arguments: Any) -> Gradients:
     *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
     inputs = _Inputs(tensors, heads)
-    *gradients, terms_grad = _empty_gradients(*arguments)
+    query_grad, key_grad, value_grad, terms_grad = _empty_gradients(*arguments)
     single_block = inputs.key_blocks == 1
-    query_sum = out if single_block else torch.empty_like(gradients[0], dtype=torch.float32)
-    term_grads = terms_grad.new_empty(inputs.pairs, *terms_grad.shape)
-    results = residual, row_statistics, out_grad.contiguous(), *gradients, query_sum, term_grads
-    inputs.launch("backward", heads, scale, out, *results, SINGLE_BLOCK=single_block)
-    return (*gradients, term_grads.sum(0))  # type: ignore[return-value]
+    # With a single block of keys the kernel does not use `query_sum`.
+    query_sum = out if single_block else torch.empty_like(query_grad, dtype=torch.float32)
+    pair_terms_grad = terms_grad.new_empty(inputs.pairs, *terms_grad.shape)
+    inputs.launch(
+        "attention_backward",
+        heads,
+        scale,
+        *(out, residual, row_statistics, out_grad.contiguous()),
+        *(query_grad, key_grad, value_grad, query_sum, pair_terms_grad),
+        SINGLE_BLOCK=single_block,
+    )
+    return query_grad, key_grad, value_grad, pair_terms_grad.sum(0)
 
 
-def _differentiate_path(*arguments: Any) -> Tensor:
+def _launch_path_gradient(*arguments: Any) -> Tensor:
     *tensors, out, residual, row_statistics, out_grad, heads, scale = arguments
     inputs = _Inputs(tensors, heads)
-    gradient = _empty_path(*arguments)
-    programs = inputs.query_blocks * inputs.key_blocks * gradient.shape[3]
-    results = residual, row_statistics, out_grad.contiguous(), gradient
+    path_grad = _empty_path(*arguments)
+    programs = inputs.query_blocks * inputs.key_blocks * path_grad.shape[3]
+    results = residual, row_statistics, out_grad.contiguous(), path_grad
     single_block = inputs.key_blocks == 1
-    inputs.launch("path", programs, scale, out, *results, SINGLE_BLOCK=single_block)
-    return gradient
+    inputs.launch("path_grad", programs, scale, out, *results, SINGLE_BLOCK=single_block)
+    return path_grad
 
 
 _TABLES = (
@@ -167,26 +174,27 @@ _TABLES = (
 def _project_tables(*arguments: Any) -> Tensor:
     *tables, pooled = arguments
     terms = _empty_terms(*tables)
-    _launch_projection("shift", tables, pooled, terms)
+    _launch_terms("terms", tables, pooled, terms)
     return terms
 
 
 def _project_tables_backward(*arguments: Any) -> list[Tensor]:
     *tables, terms_grad, pooled = arguments
     gradients = _empty_tables(*tables)
-    _launch_projection("shift_backward", tables, pooled, terms_grad.contiguous(), *gradients)
+    _launch_terms("terms_backward", tables, pooled, terms_grad.contiguous(), *gradients)
     return gradients
 
 
 def _empty_results(query: Tensor, key: Tensor, *arguments: Any) -> Results:
     """Allocate the output, its rounding residual, both (B, Q, width), and the row statistics."""
     # With several blocks of keys the backward pass computes sum_j a_ij da_ij of a row from the
-    # output. Rounded to half precision, its error would be several times the explicit path's: the
-    # residual corrects it. In float32 only products are rounded, to TF32.
+    # output. If that is rounded to half precision, its error is several times the explicit path's:
+    # the residual corrects it. In float32 only products are rounded, to TF32.
     has_residual = query.dtype != torch.float32 and key.shape[1] > BLOCK
     residual = query.new_empty(query.shape if has_residual else 0)
-    pairs, queries, _ = query.shape
-    row_statistics = query.new_empty(pairs, arguments[-2], 2, queries, dtype=torch.float32)
+    (pairs, queries, _), heads = query.shape, arguments[-2]
+    # Each query's largest logit, then its sum of exponentials.
+    row_statistics = query.new_empty(pairs, heads, 2, queries, dtype=torch.float32)
     return query.new_empty(query.shape), residual, row_statistics
 
 
@@ -254,7 +262,7 @@ class _Inputs:
             )
 
 
-def _launch_projection(kernel: str, tables: list[Tensor], pooled: bool, *results: Tensor) -> None:
+def _launch_terms(kernel: str, tables: list[Tensor], pooled: bool, *results: Tensor) -> None:
     groups, width = tables[0].shape
     with torch.cuda.device(results[0].get_device()):
         # A program for each of the three roles and each block of 32 channels.
@@ -283,23 +291,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, out_grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     query_mean, key_mean, terms = tensors[5:8]
     arguments = (*tensors, out_grad, ctx.heads, ctx.scale)
-    *states, term_grads = _attention_backward(*arguments)
+    query_grad, key_grad, value_grad, terms_grad = _attention_backward(*arguments)
     # The gradient of the paths has a separate kernel, which runs only if autograd needs it.
-    needs_gradient = ctx.needs_input_grad
     path_grad = query_mean_grad = key_mean_grad = None
-    if needs_gradient[3]:
+    _, _, _, needs_path, _, needs_query_mean, needs_key_mean, *_ = ctx.needs_input_grad
+    if needs_path:
         path_grad = _path_gradient(*arguments)
-    if needs_gradient[5]:
-        query_mean_grad = (states[0].float() @ terms[0].mT).to(query_mean.dtype)
-    if needs_gradient[6]:
-        key_part = states[1].float() @ terms[1].mT
-        key_mean_grad = (key_part + states[2].float() @ terms[2].mT).to(key_mean.dtype)
-    terms_grad = term_grads.to(terms.dtype)
-    return *states, path_grad, None, query_mean_grad, key_mean_grad, terms_grad, None, None
+    if needs_query_mean:
+        query_mean_grad = (query_grad.float() @ terms[0].mT).to(query_mean.dtype)
+    if needs_key_mean:
+        key_mean_grad = key_grad.float() @ terms[1].mT + value_grad.float() @ terms[2].mT
+        key_mean_grad = key_mean_grad.to(key_mean.dtype)
+    # In the order of the inputs; mask, heads and scale have no gradient.
+    return (
+        *(query_grad, key_grad, value_grad, path_grad, None),
+        *(query_mean_grad, key_mean_grad, terms_grad.to(terms.dtype), None, None),
+    )
 
 
 def _setup_tables_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -307,8 +318,8 @@ def _setup_tables_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
     ctx.save_for_backward(*tensors)
 
 
-def _differentiate_tables(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _terms_backward(*ctx.saved_tensors, out_grad, ctx.pooled)
+def _tables_backward(ctx: Any, terms_grad: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _terms_backward(*ctx.saved_tensors, terms_grad, ctx.pooled)
     return *gradients, None
 
 
@@ -331,28 +342,28 @@ def _empty_tables(*arguments: Any) -> list[Tensor]:
 
 _attention = KernelOperator(
     "anchor_attention",
-    _attend,
+    _launch_forward,
     _empty_results,
     _setup_context,
-    _differentiate,
+    _backward,
     schema=f"({_INPUTS}, SymInt heads, float scale) -> (Tensor, Tensor, Tensor)",
 )
 _BACKWARD = f"({_INPUTS}, {_RESULTS}, SymInt heads, float scale)"
 _attention_backward = KernelOperator(
     "anchor_attention_backward",
-    _attend_backward,
+    _launch_backward,
     _empty_gradients,
     schema=f"{_BACKWARD} -> (Tensor, Tensor, Tensor, Tensor)",
 )
 _path_gradient = KernelOperator(
-    "anchor_path_gradient", _differentiate_path, _empty_path, schema=f"{_BACKWARD} -> Tensor"
+    "anchor_path_gradient", _launch_path_gradient, _empty_path, schema=f"{_BACKWARD} -> Tensor"
 )
 _terms = KernelOperator(
     "anchor_terms",
     _project_tables,
     _empty_terms,
     _setup_tables_context,
-    _differentiate_tables,
+    _tables_backward,
     schema=f"({_TABLES}, bool pooled) -> Tensor",
 )
 _terms_backward = KernelOperator(

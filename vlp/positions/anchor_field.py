@@ -37,7 +37,7 @@ class PathSettings(NamedTuple):
         patch_window: B_p in patches; None is unbounded.
         metric: distance between patches.
         hard, tau: see `anchor_distance` (papers.md#ace-a8).
-        aligned: also compute `AnchorPaths.alignment`.
+        with_alignment: also compute `AnchorPaths.alignment`.
         unreachable: path where no anchor is in the windows (papers.md#ace-a15).
     """
 
@@ -49,7 +49,7 @@ class PathSettings(NamedTuple):
     metric: Metric = "euclidean"
     hard: bool = True
     tau: float = 1e4
-    aligned: bool = True
+    with_alignment: bool = True
     unreachable: Unreachable = "zero"
 
 
@@ -62,9 +62,9 @@ class AnchorPaths(NamedTuple):
         image_mean: mean over words (Eq. 10), (B, 1 + M, G).
         text_mean: mean over patches (Eq. 10), (B, N, G).
         alignment: mean of S over groups, (B, 1 + M, N), 0 for tokens that are no words; None
-            without `PathSettings.aligned`.
-        similarity: S of Eq. 3, (B, M, N, G), without a row of [CLS] and in float32 or better; under
-            autocast the other tensors have its dtype.
+            without `PathSettings.with_alignment`.
+        similarity: S of Eq. 3, (B, M, N, G), without a row for [CLS]; in float32 or better, where
+            the other tensors have autocast's dtype.
     """
 
     image_path: Tensor
@@ -76,20 +76,21 @@ class AnchorPaths(NamedTuple):
 
     def select_text(self, tokens: Tensor) -> AnchorPaths:
         """Select text tokens (B, Q) int64 as queries; `image_path` keeps all N tokens as keys."""
-        index = tokens[..., None]
-        path_index = index[..., None].expand(-1, -1, *self.text_path.mT.shape[2:])
-        alignment = self.alignment
-        if alignment is not None:
-            alignment = alignment.mT.gather(1, index.expand(-1, -1, alignment.shape[1])).mT
+
+        def gather(x: Tensor) -> Tensor:
+            index = tokens.view(*tokens.shape, *[1] * (x.ndim - 2))
+            return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+        # `mT`: the keys of `text_path` are contiguous in memory.
         return self._replace(
-            text_path=self.text_path.mT.gather(1, path_index).mT,
-            text_mean=self.text_mean.gather(1, index.expand(-1, -1, self.text_mean.shape[2])),
-            alignment=alignment,
+            text_path=gather(self.text_path.mT).mT,
+            text_mean=gather(self.text_mean),
+            alignment=None if self.alignment is None else gather(self.alignment.mT).mT,
         )
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> AnchorPaths:
+    def map(self, function: Callable[[Tensor], Tensor]) -> AnchorPaths:
         """Apply a function to every tensor."""
-        return AnchorPaths._make(None if part is None else change(part) for part in self)
+        return AnchorPaths._make(None if part is None else function(part) for part in self)
 
     @property
     def reachable(self) -> Tensor:
@@ -114,8 +115,9 @@ def compute_paths(
             position (papers.md#ace-a25 and #ace-a31).
     """
     with torch.autocast(image_tokens.device.type, enabled=False):
-        features = at_least_float32(image_tokens), at_least_float32(text_tokens)
-        similarity = group_similarity(*features, settings.groups)
+        similarity = group_similarity(
+            at_least_float32(image_tokens), at_least_float32(text_tokens), settings.groups
+        )
     return paths_from_similarity(similarity, word_mask, settings)
 
 
@@ -132,7 +134,7 @@ def paths_from_similarity(
             farthest = longest_path(threshold, grid, word_mask.shape[1], *windows)
             # Tokens that are no words keep a path of 0.
             path = torch.where(reachable | ~word_mask[:, None, :, None], path, farthest)
-    return build_paths(path, similarity, word_mask, settings.aligned)
+    return build_paths(path, similarity, word_mask, settings.with_alignment)
 
 
 def join_paths(images: Sequence[AnchorPaths]) -> AnchorPaths:
@@ -157,13 +159,16 @@ def join_paths(images: Sequence[AnchorPaths]) -> AnchorPaths:
 
 
 def uniform_paths(word_mask: Tensor, patches: int, groups: int) -> AnchorPaths:
-    """Return paths of 1 between all words (B, N) and patches, as baseline (papers.md#ace-a26)."""
+    """Return paths of 1 between all words and patches, the baseline `uniform` (papers.md#ace-a26).
+
+    word_mask: (B, N) bool, True = a real word.
+    """
     path = word_mask[:, None, :, None].expand(-1, patches, -1, groups).float()
     return build_paths(path, path, word_mask)
 
 
 def build_paths(
-    path: Tensor, similarity: Tensor, word_mask: Tensor, aligned: bool = True
+    path: Tensor, similarity: Tensor, word_mask: Tensor, with_alignment: bool = True
 ) -> AnchorPaths:
     """Add the averages of Eq. 10 and a zero row for the image's [CLS] (papers.md#ace-a25).
 
@@ -171,19 +176,19 @@ def build_paths(
         path: (B, M, N, G), patches without [CLS].
         similarity: S of Eq. 3, (B, M, N, G).
         word_mask: (B, N) bool, True = a real word.
-        aligned: also compute the alignment.
+        with_alignment: also compute the alignment.
     """
     pairs, patches, tokens, groups = path.shape
     dtype = _compute_dtype(path)
+    compute_path = path.to(dtype)
     # The keys of each direction are contiguous in memory, as its attention reads them.
-    values = path.to(dtype)
-    text_path = _empty_rows(values, pairs, tokens, groups, 1 + patches)
+    text_path = _empty_rows(compute_path, pairs, tokens, groups, 1 + patches)
     text_path[..., 0] = 0
-    text_path[..., 1:] = values.permute(0, 2, 3, 1)
-    image_path = _empty_rows(values, pairs, 1 + patches, groups, tokens)
+    text_path[..., 1:] = compute_path.permute(0, 2, 3, 1)
+    image_path = _empty_rows(compute_path, pairs, 1 + patches, groups, tokens)
     image_path.copy_(text_path.permute(0, 3, 2, 1))
     alignment = None
-    if aligned:
+    if with_alignment:
         alignment = similarity.mean(-1) * word_mask[:, None]
         alignment = functional.pad(alignment, (0, 0, 1, 0)).to(dtype)
     return AnchorPaths(
@@ -204,5 +209,6 @@ def _empty_rows(like: Tensor, *shape: int) -> Tensor:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype, or without autocast that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

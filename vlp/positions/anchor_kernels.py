@@ -15,7 +15,7 @@ def _entries(
     tokens: tl.tensor, groups: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     GROUPS_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:  # fmt: skip
-    """Return pair, patch, token, group of a program's entries in memory order, and which exist."""
+    """Return pair, patch, token and group of a program's entries, and a mask of valid entries."""
     patches = ROWS * COLUMNS
     blocks = (patches * tokens * groups + BLOCK - 1) // BLOCK
     pair = tl.program_id(0) // blocks
@@ -49,8 +49,8 @@ def path_forward_kernel(
     stride_db: tl.tensor, stride_dm: tl.tensor, stride_dn: tl.tensor, stride_dg: tl.tensor,
     stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
     tokens: tl.tensor, groups: tl.tensor,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
-    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT_REACH: tl.constexpr, PATCH_REACH: tl.constexpr,
+    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, SAVE_WINNER: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the paths of a block of entries, and the window entry where each path's anchor is."""
@@ -62,26 +62,27 @@ def path_forward_kernel(
         target = inside & (tl.load(word_mask + token, mask=inside, other=0) != 0)
     source = distance + pair * stride_db
     source += patch * stride_dm + token * stride_dn + group * stride_dg
-    best = tl.full((BLOCK,), float("inf"), TYPE)
+    best = tl.full((BLOCK,), float("inf"), DTYPE)
     winning_entry = tl.full((BLOCK,), ENTRIES, tl.int32)
-    side: tl.constexpr = 2 * PATCH + 1
-    for text_step in range(-TEXT, TEXT + 1):
+    side: tl.constexpr = 2 * PATCH_REACH + 1
+    for text_step in range(-TEXT_REACH, TEXT_REACH + 1):
         source_token = token + text_step
-        text_distance = tl.abs(source_token - token).to(TYPE)
+        text_distance = tl.abs(source_token - token).to(DTYPE)
         is_word = target & (source_token >= 0) & (source_token < tokens)
         if MASKED:
             is_word = is_word & (tl.load(word_mask + source_token, mask=is_word, other=0) != 0)
-        for down in tl.static_range(-PATCH, PATCH + 1):
+        for down in tl.static_range(-PATCH_REACH, PATCH_REACH + 1):
             in_rows = is_word & (row + down >= 0) & (row + down < ROWS)
-            for right in tl.static_range(-PATCH, PATCH + 1):
+            window_row = (text_step + TEXT_REACH) * side + down + PATCH_REACH
+            for right in tl.static_range(-PATCH_REACH, PATCH_REACH + 1):
                 in_window = in_rows & (column + right >= 0) & (column + right < COLUMNS)
                 offset = (down * COLUMNS + right) * stride_dm + text_step * stride_dn
-                value = tl.load(source + offset, mask=in_window, other=float("inf")).to(TYPE)
+                value = tl.load(source + offset, mask=in_window, other=float("inf")).to(DTYPE)
                 value = (value + text_distance) + _length(down, right, METRIC)
                 is_nearer = value < best
                 best = tl.where(is_nearer, value, best)
                 if SAVE_WINNER:
-                    entry = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                    entry = window_row * side + right + PATCH_REACH
                     winning_entry = tl.where(is_nearer, entry, winning_entry)
     has_path = best < float("inf")
     address = pair * stride_pb + patch * stride_pm + token * stride_pn + group * stride_pg
@@ -93,12 +94,12 @@ def path_forward_kernel(
 
 @triton.jit
 def path_backward_kernel(
-    path_gradient: tl.tensor, winner: tl.tensor, gradient: tl.tensor,
+    path_grad: tl.tensor, winner: tl.tensor, distance_grad: tl.tensor,
     stride_pb: tl.tensor, stride_pm: tl.tensor, stride_pn: tl.tensor, stride_pg: tl.tensor,
     stride_gb: tl.tensor, stride_gm: tl.tensor, stride_gn: tl.tensor, stride_gg: tl.tensor,
     tokens: tl.tensor, groups: tl.tensor,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT: tl.constexpr, PATCH: tl.constexpr,
-    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, TYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TEXT_REACH: tl.constexpr, PATCH_REACH: tl.constexpr,
+    METRIC: tl.constexpr, ENTRIES: tl.constexpr, GROUPS_LAST: tl.constexpr, DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of a block of distances: sums over the paths that start from them."""
@@ -108,24 +109,25 @@ def path_backward_kernel(
     row, column = patch // COLUMNS, patch % COLUMNS
     address = pair * stride_gb
     address += patch * stride_gm + token * stride_gn + group * stride_gg
-    upstream = path_gradient + pair * stride_pb
-    upstream += patch * stride_pm + token * stride_pn + group * stride_pg
-    total = tl.full((BLOCK,), 0.0, TYPE)
-    side: tl.constexpr = 2 * PATCH + 1
-    for text_step in range(-TEXT, TEXT + 1):
+    path_grad += pair * stride_pb
+    path_grad += patch * stride_pm + token * stride_pn + group * stride_pg
+    total = tl.full((BLOCK,), 0.0, DTYPE)
+    side: tl.constexpr = 2 * PATCH_REACH + 1
+    for text_step in range(-TEXT_REACH, TEXT_REACH + 1):
         is_word = inside & (token - text_step >= 0) & (token - text_step < tokens)
-        for down in tl.static_range(-PATCH, PATCH + 1):
+        for down in tl.static_range(-PATCH_REACH, PATCH_REACH + 1):
             in_rows = is_word & (row - down >= 0) & (row - down < ROWS)
-            for right in tl.static_range(-PATCH, PATCH + 1):
+            window_row = (text_step + TEXT_REACH) * side + down + PATCH_REACH
+            for right in tl.static_range(-PATCH_REACH, PATCH_REACH + 1):
                 in_window = in_rows & (column - right >= 0) & (column - right < COLUMNS)
                 patch_step = down * COLUMNS + right
                 winner_address = winner + address - (patch_step * stride_gm + text_step * stride_gn)
                 winning_entry = tl.load(winner_address, mask=in_window, other=ENTRIES).to(tl.int32)
-                entry = ((text_step + TEXT) * side + down + PATCH) * side + right + PATCH
+                entry = window_row * side + right + PATCH_REACH
                 is_source = in_window & (winning_entry == entry)
                 offset = patch_step * stride_pm + text_step * stride_pn
-                total += tl.load(upstream - offset, mask=is_source, other=0.0).to(TYPE)
-    tl.store(gradient + address, total, mask=inside)
+                total += tl.load(path_grad - offset, mask=is_source, other=0.0).to(DTYPE)
+    tl.store(distance_grad + address, total, mask=inside)
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def _select_role(role: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.te
 
 
 @triton.jit
-def shift_kernel(
+def terms_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor,
     query_weight: tl.tensor, key_weight: tl.tensor, value_weight: tl.tensor,
     terms: tl.tensor, width: tl.tensor,
@@ -171,7 +173,7 @@ def shift_kernel(
 
 
 @triton.jit
-def shift_backward_kernel(
+def terms_backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor,
     query_weight: tl.tensor, key_weight: tl.tensor, value_weight: tl.tensor,
     terms_grad: tl.tensor,
@@ -298,7 +300,7 @@ def _logits(
 
 
 @triton.jit
-def forward_kernel(
+def attention_forward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
     out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor,
@@ -393,12 +395,12 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def attention_backward_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
     out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor, out_grad: tl.tensor,
     query_grad: tl.tensor, key_grad: tl.tensor, value_grad: tl.tensor,
-    query_sum: tl.tensor, term_grads: tl.tensor,
+    query_sum: tl.tensor, pair_terms_grad: tl.tensor,
     stride_qb: tl.tensor, stride_kb: tl.tensor, stride_vb: tl.tensor, stride_pb: tl.tensor,
     stride_pq: tl.tensor, stride_pk: tl.tensor, stride_pg: tl.tensor, readable_keys: tl.tensor,
     queries: tl.tensor, keys: tl.tensor, heads: tl.tensor, scale: tl.tensor,
@@ -409,7 +411,7 @@ def backward_kernel(
 ) -> None:  # fmt: skip
     """Write the gradients of query, key and value, and each pair's part of the terms' gradient."""
     # A program computes one head of one pair. With several blocks of keys it sums the gradient of
-    # the queries in `query_sum`, float32. `term_grads` are (B, 4, G, width) or (B, G, heads).
+    # the queries in `query_sum`, float32. `pair_terms_grad`: (B, 4, G, width), bias (B, G, heads).
     head = tl.program_id(0) % heads
     pair = (tl.program_id(0) // heads).to(tl.int64)
     width = heads * HEAD_DIM
@@ -427,7 +429,7 @@ def backward_kernel(
         key_mean += pair * keys * GROUPS
         terms += column
         query_terms_sum = tl.zeros((DOT_G, BLOCK_C), tl.float32)
-        term_grads += pair * 4 * GROUPS * width + column
+        pair_terms_grad += pair * 4 * GROUPS * width + column
         table_sum = tl.zeros((BLOCK_G, BLOCK_C), tl.float32)
     else:
         slope_sum = tl.zeros((BLOCK_G,), tl.float32)
@@ -505,7 +507,7 @@ def backward_kernel(
             key_means = tl.trans(key_means)
             k_grad = tl.dot(key_means, k_grad, input_precision=PRECISION)
             v_grad = tl.dot(key_means, v_grad, input_precision=PRECISION)
-            key_terms_grad = term_grads + GROUPS * width
+            key_terms_grad = pair_terms_grad + GROUPS * width
             value_terms_grad = key_terms_grad + GROUPS * width
             if key_start > 0:
                 k_grad += _load(key_terms_grad, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
@@ -516,17 +518,16 @@ def backward_kernel(
             # In the next block of keys another thread may load what a thread has stored here.
             tl.debug_barrier()
     if CONTEXTUAL:
-        _store(term_grads, query_terms_sum, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
-        _store(
-            term_grads + 3 * GROUPS * width, table_sum, group_ids, GROUPS, width, HEAD_DIM, BLOCK_C
-        )
+        _store(pair_terms_grad, query_terms_sum, groups, GROUPS, width, HEAD_DIM, BLOCK_C)
+        table_grad = pair_terms_grad + 3 * GROUPS * width
+        _store(table_grad, table_sum, group_ids, GROUPS, width, HEAD_DIM, BLOCK_C)
     else:
-        term_grads += (pair * GROUPS + group_ids) * heads + head
-        tl.store(term_grads, slope_sum, mask=group_ids < GROUPS)
+        pair_terms_grad += (pair * GROUPS + group_ids) * heads + head
+        tl.store(pair_terms_grad, slope_sum, mask=group_ids < GROUPS)
 
 
 @triton.jit
-def path_kernel(
+def path_grad_kernel(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, path: tl.tensor, mask: tl.tensor,
     query_mean: tl.tensor, key_mean: tl.tensor, terms: tl.tensor,
     out: tl.tensor, residual: tl.tensor, row_statistics: tl.tensor,

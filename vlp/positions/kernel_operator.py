@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-Differentiate = Callable[..., tuple[Tensor | None, ...]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
 _PLAIN = Tensor, nn.Parameter
 
 
@@ -22,10 +22,10 @@ class KernelOperator:
     Args:
         name: of the operator.
         function: launches the kernel; its first argument is a tensor.
-        fake: allocates results of the same shapes for the same arguments.
-        setup_context: as of `torch.autograd.Function`, called with (ctx, inputs, output).
-        differentiate: as `backward` of `torch.autograd.Function`; no second derivatives. None: the
-            operator has no gradient.
+        fake: allocates results of the same shapes and dtypes for the same arguments.
+        setup_context: as in `torch.autograd.Function`, called with (ctx, inputs, output).
+        backward: as in `torch.autograd.Function`, without second derivatives; None: the operator
+            has no gradient.
         schema: of `torch.library.custom_op`; None: from the type annotations of `function`.
     """
 
@@ -35,33 +35,33 @@ class KernelOperator:
         function: Callable[..., Any],
         fake: Callable[..., Any],
         setup_context: Callable[..., None] | None = None,
-        differentiate: Differentiate | None = None,
+        backward: Backward | None = None,
         schema: str | None = None,
     ) -> None:
         operator = torch.library.custom_op(f"vlp::{name}", function, mutates_args=(), schema=schema)
         operator.register_fake(fake)
         self.direct = function
-        if differentiate is not None:
+        if backward is not None:
             assert setup_context is not None
-            differentiate = once_differentiable(differentiate)
-            operator.register_autograd(differentiate, setup_context=setup_context)
-            self.direct = _autograd_function(function, setup_context, differentiate)
+            single_backward = once_differentiable(backward)
+            operator.register_autograd(single_backward, setup_context=setup_context)
+            self.direct = _autograd_function(function, setup_context, single_backward)
         self.operator = getattr(torch.ops.vlp, name)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, or the operator under tracing."""
         # The dispatcher's checks take the host longer than the launch of a kernel.
-        traced = (
+        is_traced = (
             torch.compiler.is_compiling()
             or is_in_torch_dispatch_mode()
             or type(arguments[0]) not in _PLAIN
             or arguments[0].is_meta
         )
-        return self.operator(*arguments) if traced else self.direct(*arguments)
+        return self.operator(*arguments) if is_traced else self.direct(*arguments)
 
 
 def _autograd_function(
-    function: Callable[..., Any], setup_context: Callable[..., None], differentiate: Differentiate
+    function: Callable[..., Any], setup_context: Callable[..., None], backward_function: Backward
 ) -> Callable[..., Any]:
     class Function(torch.autograd.Function):
         # No method `setup_context`: with it `apply` inspects the signature in every call.
@@ -71,6 +71,6 @@ def _autograd_function(
             setup_context(ctx, inputs, output)
             return output
 
-        backward = staticmethod(differentiate)
+        backward = staticmethod(backward_function)
 
     return Function.apply

@@ -214,7 +214,9 @@ class VlpModel(_VlpPreTrainedModel):
         """Embed images (B, 3, height, width), as CLIPModel does: `pooler_output` (B, d)."""
         encoder = self.model.image_encoder
         states = encoder(pixel_values)
-        return BaseModelOutputWithPooling(encoder.drop_summary(states), encoder.project(states))
+        return BaseModelOutputWithPooling(
+            encoder.drop_summary_tokens(states), encoder.project(states)
+        )
 
     def get_text_features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any

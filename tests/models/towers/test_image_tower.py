@@ -87,7 +87,7 @@ def test_pooled_layers_are_timms_blocks_before_the_last(name, patch, pooling, tm
     encoder = model.image_encoder
     states = encoder(pixels)
     torch.testing.assert_close(states[:, 17:], expected, rtol=1e-5, atol=1e-5)
-    last = encoder.drop_summary(states)
+    last = encoder.drop_summary_tokens(states)
     assert last.shape == (2, 17, 32)
     torch.testing.assert_close(last, whole, rtol=1e-5, atol=1e-5)
     read = torch.cat([expected.flatten(1), pools[pooling](last).flatten(1)], 1)

@@ -43,7 +43,7 @@ def test_itm_of_lists_ranks_a_matching_pair_among_its_negatives():
     text = built.model.encode_text(one.text_ids, one.attention_mask, one.word_mask)
     image = built.model.encode_image(one.pixels)
     similarity = image.feature @ text.feature.T / built.model.temperature()
-    drawn = hard_negatives(similarity, one.image_ids, one.valid, one.uniform, 8, 3)
+    drawn = hard_negatives(similarity, one.pair_ids, one.valid, one.uniform, 8, 3)
     expected = torch.tensor(0.0)
     for row in range(ROWS):
         pick = slice(3 * row, 3 * row + 3)
@@ -322,7 +322,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "add-an-objecti
 def page(monkeypatch):
     """The how-to page's module, whose registrations end with the test."""
     monkeypatch.setattr(objective, "OBJECTIVES", dict(objective.OBJECTIVES))
-    monkeypatch.setattr(objectives_config, "_registered", {})
+    monkeypatch.setattr(objectives_config, "_registered_settings", {})
     monkeypatch.setattr(pretraining_task, "OBJECTIVES", objective.OBJECTIVES)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     page = ModuleType("my_objective")

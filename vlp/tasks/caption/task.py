@@ -55,7 +55,7 @@ class CaptionTask(WritingTask):
         super().__init__(config, parts, precision)
         self.add_decoder(config.decoder, parts, config.data.max_caption)
         if self.decoder.embedding is not None:
-            self.model.freeze_untrained({"text_encoder.embedding"})
+            self.model.freeze_modules({"text_encoder.embedding"})
 
     def dataset(self, folders: Sequence[str | Path], limit: int | None = None) -> CaptionDataset:
         """Return the dataset of shard folders' first `limit` images."""

@@ -93,7 +93,7 @@ class Downstream(Task):
         super().__init__(precision)
         self.config = config
         self.model: VLPModel = parts.model
-        self.model.freeze_untrained(self.frozen_parts)
+        self.model.freeze_modules(self.frozen_parts)
         self.text: TextProcessor = parts.text
         self.preprocess: Preprocessing = parts.preprocess
 

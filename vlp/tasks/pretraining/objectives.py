@@ -39,7 +39,7 @@ from vlp.objectives.contrastive import (
 from vlp.objectives.itm import hard_negatives, itm_loss, listwise_itm_loss
 from vlp.objectives.loss import Loss
 from vlp.objectives.mim import MIMHead, mim_loss
-from vlp.objectives.mlm import MLMHead, masked_columns, masked_positions, mlm_loss, prediction_rows
+from vlp.objectives.mlm import MLMHead, masked_columns, masked_token_bound, mlm_loss, select_masked
 from vlp.objectives.token import phrase_loss, token_losses
 from vlp.positions.anchor_field import AnchorPaths
 from vlp.tasks.teacher import TeacherOutput, gather_keys
@@ -373,7 +373,7 @@ class ImageTextMatching(Objective):
         if settings.listwise is None:
             no_match = torch.zeros_like(row_of_negative)
             labels = torch.cat([torch.ones_like(rows), no_match, no_match])
-            mask = torch.cat([batch.valid, negatives.has_text, negatives.has_image])
+            mask = torch.cat([batch.valid, negatives.exists, negatives.exists])
             correct = (logits.detach().argmax(-1) == labels) & mask
             loss = itm_loss(logits, labels, mask)
         else:
@@ -382,8 +382,7 @@ class ImageTextMatching(Objective):
             matching, not_matching = log_odds.split([len(rows), 2 * len(row_of_negative)])
             positive, negative = matching.repeat(2), not_matching.unflatten(0, (-1, num_negatives))
             # A list has all its negatives or no negative: the flag of its first one is enough.
-            has_negatives = torch.cat([negatives.has_text, negatives.has_image])[::num_negatives]
-            mask = has_negatives & batch.valid.repeat(2)
+            mask = (negatives.exists[::num_negatives] & batch.valid).repeat(2)
             correct = (positive > negative.amax(1)).detach() & mask
             loss = listwise_itm_loss(positive, negative, mask)
         step.statistics["itm_accuracy"] = correct.sum() / mask.sum().clamp(min=1)
@@ -430,21 +429,20 @@ class MaskedLanguageModelling(Objective):
         """Return logits (R, vocabulary) and labels (R,); -100 labels surplus rows on a GPU."""
         batch = step.batch
         masked_text = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
-        labels, num_rows, image_kv, query_indices = batch.mlm_labels, None, None, None
+        labels, max_masked, image_kv, query_indices = batch.mlm_labels, None, None, None
         # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed; a CPU
         # computes only the queries of masked tokens.
         if on_gpu(labels):
-            num_rows = prediction_rows(labels.numel(), self.settings.probability)
+            max_masked = masked_token_bound(labels.numel(), self.settings.probability)
         elif step.shares_images:
-            if (
-                model is step.model
-            ):  # the cache holds keys and values of the student, not the teacher
+            # The cached keys and values are the student's, not the teacher's.
+            if model is step.model:
                 image_kv = step.image_key_values()
             query_indices, labels = masked_columns(labels)
         features = model.cross(
             image, masked_text, need_image=False, image_kv=image_kv, query_indices=query_indices
         )
-        states, labels = masked_positions(features.text, labels, batch.valid, num_rows)
+        states, labels = select_masked(features.text, labels, batch.valid, max_masked)
         return head(states, model.text_encoder.word_table), labels
 
 
@@ -476,7 +474,7 @@ class MaskedImageModelling(Objective):
 
         if self.settings.output == "image":
             output = model.image_encoder(batch.pixels, apply_mask)
-            states = model.image_encoder.drop_summary(output)
+            states = model.image_encoder.drop_summary_tokens(output)
         else:
             features = model.cross(model.encode_image(batch.pixels, apply_mask), step.text)
             assert features.image is not None

@@ -74,7 +74,7 @@ class Pretraining(Task):
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
         parts = [objective.trains for objective in self.objectives.values()]
-        self.model.freeze_untrained(Objective.trains.difference(*parts))
+        self.model.freeze_modules(Objective.trains.difference(*parts))
         heads = self._saved_heads()
         head_reports = [] if init_from is None else start_heads(heads, init_from)
         from_folder = {name for report in head_reports for name in report.matched}
