@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from evaluation.encoder import count_cut, require_finite
+from evaluation.encoder import count_truncated, require_finite
 from evaluation.options import EvalOptions
 from evaluation.samples import BlockReader, EvaluationError, count_kinds
 from evaluation.work_sharding import ProcessGroup, evaluating, evaluation_autocast, item_blocks
@@ -43,24 +43,25 @@ class FeatureFiles:
         self._parts = out.with_name(out.name + ".tmp")
         require_empty(out)
         # One rank creates the folder; an error is raised on all ranks.
-        self._processes.map_blocks(1, lambda _: self._start())
+        self._processes.map_blocks(1, lambda _: self._create_folder())
         self._rows = dict.fromkeys(names, 0)
 
     def add(self, name: str, features: NDArray[Any], rows: Sequence[Mapping[str, Any]]) -> int:
-        """Append features (rows, width) and their lines; return the first row's index, by rank."""
-        first = self._rows[name]
+        """Append features (rows, width) and lines; return the first row's index in this rank."""
+        first_row = self._rows[name]
         data, lines = self._files(name, self._processes.rank)
         with data.open("ab") as file:
             file.write(np.ascontiguousarray(features, dtype=self._dtype).tobytes())
         with lines.open("a", encoding="utf-8") as text:
             text.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self._rows[name] += len(features)
-        return first
+        return first_row
 
     def finish(self, references: Mapping[str, str]) -> dict[str, int]:
         """Merge the ranks' files under their final names, and return the number of rows by name.
 
-        references: {name: other} if the field `other` of its lines is a row index of file `other`.
+        references: {name: other} if lines of file `name` have a field `other` with a row index of
+            file `other`.
         """
         processes = self._processes
         rows_of_ranks = processes.map_blocks(processes.world_size, lambda _: self._rows)
@@ -70,9 +71,9 @@ class FeatureFiles:
     def _files(self, name: str, rank: int) -> tuple[Path, Path]:
         return self._parts / f"{name}.{rank}.raw", self._parts / f"{name}.{rank}.lines"
 
-    def _start(self) -> None:
+    def _create_folder(self) -> None:
         try:
-            # An interrupted run leaves parts.
+            # Left by an interrupted run.
             if self._parts.is_dir():
                 shutil.rmtree(self._parts)
             self._parts.mkdir(parents=True)
@@ -92,7 +93,7 @@ class FeatureFiles:
             ):
                 header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(data, header)
-                # Every rank counts rows from 0: references grow by the rows of the ranks before.
+                # Each rank counts rows from 0: add the rows of the ranks before it to references.
                 offset = 0
                 for rank, rows in enumerate(rows_of_ranks):
                     data_part, lines_part = self._files(name, rank)
@@ -157,7 +158,7 @@ class FeatureCounts(NamedTuple):
     images: int
     captions: int
     skipped: dict[str, int]
-    cut: int
+    num_truncated: int
 
 
 def embed(
@@ -193,13 +194,18 @@ def embed(
             for start in range(0, len(captions), batch):
                 chunk = captions[start : start + batch]
                 lines = [
-                    {"key": rows[n]["key"], "caption": index, "text": text, IMAGES: first_row + n}
-                    for n, index, text in chunk
+                    {
+                        "key": rows[row]["key"],
+                        "caption": index,
+                        "text": text,
+                        IMAGES: first_row + row,
+                    }
+                    for row, index, text in chunk
                 ]
                 tokens = loaded.text([text for *_, text in chunk])
                 files.add(CAPTIONS, encode(model.encode_text, *tokens), lines)
         bar.update(len(blocks[block]))
-        return skipped, count_cut(loaded.text, [text for *_, text in captions])
+        return skipped, count_truncated(loaded.text, [text for *_, text in captions])
 
     share = processes.share(len(blocks))
     total = sum(len(blocks[block]) for block in share)
@@ -213,12 +219,12 @@ def embed(
         )
         with reader.prefetch(share):
             parts = processes.map_blocks(len(blocks), write)
-    skipped = [skip for part, _ in parts for skip in part]
+    skipped = [skip for block_skipped, _ in parts for skip in block_skipped]
     if len(skipped) == len(items):
         raise EvaluationError(
             f"{', '.join(items.folders)}: no image could be used; the first: {skipped[0].kind}, "
             f"{skipped[0].where}"
         )
     rows = files.finish({CAPTIONS: IMAGES})
-    cut = sum(cut for _, cut in parts)
-    return FeatureCounts(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), cut)
+    num_truncated = sum(count for _, count in parts)
+    return FeatureCounts(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), num_truncated)

@@ -45,13 +45,11 @@ GIBIBYTE = 2**30
 
 
 class Block(NamedTuple):
-    """Encoder output for the rows of a block, None without rows.
-
-    samples: of images, the usable and the skipped samples (SampleInfo, SkippedSample).
-    """
+    """Encoder output for the rows of a block, None without rows; for images also their samples."""
 
     features: Any
-    samples: Any = None
+    samples: Sequence[SampleInfo] = ()
+    skipped: Sequence[SkippedSample] = ()
 
 
 Key = TypeVar("Key")
@@ -109,8 +107,8 @@ class Collection(NamedTuple):
     skipped: dict[str, int]
     # (I,): first sample of each image.
     samples: list[SampleInfo]
-    # Number of captions that the tokenizer truncated.
-    cut: int = 0
+    # Number of captions that the tokenizer truncates.
+    num_truncated: int = 0
 
     def positives(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return images of each text (T, .) and texts of each image (I, .), padded with -1."""
@@ -144,12 +142,12 @@ class _EncodedImages(NamedTuple):
     """Unit features (rows, d) of a block's usable samples, and its skipped samples."""
 
     features: NDArray[np.float32]
-    samples: list[SampleInfo]
-    skipped: list[SkippedSample]
+    samples: Sequence[SampleInfo]
+    skipped: Sequence[SkippedSample]
 
 
 class _ImageBlock(NamedTuple):
-    """Encoder inputs (rows, ...) of a block's usable samples (None without), skipped samples."""
+    """Encoder inputs (rows, ...) of a block's usable samples, None without any; skipped samples."""
 
     inputs: Tensor | None
     samples: list[SampleInfo]
@@ -211,11 +209,11 @@ class Encoder:
         """Encode all images and captions, with a progress bar; merge samples of one image."""
 
         def encode(block: int) -> _EncodedImages:
-            encoded = self.images[block]
+            features, samples, skipped = self.images[block]
             bar.update(len(range(len(self.samples))[_rows(block, self.batch)]))
-            return _EncodedImages(_unit_features(encoded.features), *encoded.samples)
+            return _EncodedImages(_unit_features(features), samples, skipped)
 
-        # Of this rank, as an estimate: ranks share blocks, not samples.
+        # About the number of this rank's samples: ranks share blocks, not samples.
         total, count = len(processes.share(len(self.samples))), len(self._image_blocks)
         quiet = not (self._progress and processes.first)
         with (
@@ -223,13 +221,13 @@ class Encoder:
             self._reader.prefetch(processes.share(count)),
         ):
             image_blocks = processes.map_blocks(count, encode)
-        skipped = count_kinds([skip for part in image_blocks for skip in part.skipped])
+        skipped = count_kinds([skip for encoded in image_blocks for skip in encoded.skipped])
         index_of: dict[tuple[str, str], int] = {}
         locations: list[tuple[int, int]] = []
         samples: list[SampleInfo] = []
         captions: list[list[str]] = []
-        for block, part in enumerate(image_blocks):
-            for row, sample in enumerate(part.samples):
+        for block, encoded in enumerate(image_blocks):
+            for row, sample in enumerate(encoded.samples):
                 # The image keeps its first sample, and gets the captions of all its samples.
                 if sample.image_identity not in index_of:
                     index_of[sample.image_identity] = len(index_of)
@@ -242,8 +240,25 @@ class Encoder:
                 f"{', '.join(self.samples.folders)}: no usable sample in "
                 f"{len(self.samples)} ({format_kinds(skipped)})"
             )
-        image = np.stack([image_blocks[block].features[row] for block, row in locations])
+        image_features = np.stack([image_blocks[block].features[row] for block, row in locations])
         texts = [caption for group in captions for caption in group]
+        text_features, text_location = self._encode_captions(texts, processes)
+        return Collection(
+            image_features=torch.from_numpy(image_features).to(self.device),
+            text_features=torch.from_numpy(text_features).to(self.device),
+            captions=texts,
+            image_of_text=np.repeat(np.arange(len(locations)), [len(group) for group in captions]),
+            image_location=np.array(locations, dtype=np.int64),
+            text_location=text_location,
+            skipped=skipped,
+            samples=samples,
+            num_truncated=count_truncated(self.loaded.text, texts),
+        )
+
+    def _encode_captions(
+        self, texts: list[str], processes: ProcessGroup
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return unit features (T, d) and locations (T, 2), in the order of `texts`."""
         tokens = self.loaded.text(texts)
         # Captions of similar length share a block and are padded to its longest: less padding here
         # and in the cross-modal encoder.
@@ -251,22 +266,13 @@ class Encoder:
         self._tokens = TextTokens(*(part[order] for part in tokens))
         self.text_lengths = self._block_lengths(self._tokens.attention_mask)
         blocks = -(-len(texts) // self.batch)
-        text = np.concatenate(
+        features = np.concatenate(
             processes.map_blocks(blocks, lambda block: _unit_features(self.texts[block].features))
         )
         # Index of each caption among the captions sorted by length.
         sorted_index = order.argsort().numpy()
-        return Collection(
-            image_features=torch.from_numpy(image).to(self.device),
-            text_features=torch.from_numpy(text[sorted_index]).to(self.device),
-            captions=texts,
-            image_of_text=np.repeat(np.arange(len(locations)), [len(group) for group in captions]),
-            image_location=np.array(locations, dtype=np.int64),
-            text_location=np.stack([sorted_index // self.batch, sorted_index % self.batch], axis=1),
-            skipped=skipped,
-            samples=samples,
-            cut=count_cut(self.loaded.text, texts),
-        )
+        location = np.stack([sorted_index // self.batch, sorted_index % self.batch], axis=1)
+        return features[sorted_index], location
 
     def prefetch_images(self) -> AbstractContextManager[None]:
         """Prefetch images within the context, for blocks that were evicted from the cache."""
@@ -281,16 +287,16 @@ class Encoder:
         lengths = mask.sum(dim=1).numpy()
         if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])
-        last = np.arange(0, len(lengths), self.batch) + self.batch - 1
-        return lengths[last.clip(max=len(lengths) - 1)]
+        last_rows = np.arange(0, len(lengths), self.batch) + self.batch - 1
+        return lengths[last_rows.clip(max=len(lengths) - 1)]
 
     def _encode_images(self, block: int) -> Block:
         inputs, usable, skipped = self._reader[block]
         if inputs is None:
-            return Block(None, (usable, skipped))
+            return Block(None, usable, skipped)
         inputs = inputs.to(self.device, non_blocking=True)
         with torch.no_grad(), evaluation_autocast(self.device, self.precision):
-            return Block(self.loaded.model.encode_image(inputs), (usable, skipped))
+            return Block(self.loaded.model.encode_image(inputs), usable, skipped)
 
     def _encode_texts(self, block: int) -> Block:
         tokens = TextTokens(*(part[_rows(block, self.batch)] for part in self._tokens))
@@ -310,15 +316,15 @@ def _unit_features(features: Any) -> NDArray[np.float32]:
     return require_finite(features.feature.float().cpu().numpy())
 
 
-def count_cut(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
-    """Return the number of texts that `text` truncates; 0 if it has no method `count_cut`."""
-    counter = getattr(text, "count_cut", None)
+def count_truncated(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
+    """Return the number of texts that `text` truncates; 0 if it has no method `count_truncated`."""
+    counter = getattr(text, "count_truncated", None)
     return counter(texts) if counter else 0
 
 
-def warn_if_cut(text: Callable[[Sequence[str]], TextTokens], caption: str) -> None:
+def warn_if_truncated(text: Callable[[Sequence[str]], TextTokens], caption: str) -> None:
     """Log a warning if `text` truncates a caption."""
-    if count_cut(text, [caption]):
+    if count_truncated(text, [caption]):
         logger.warning("the text is longer than max_tokens: the model reads its beginning")
 
 

@@ -41,7 +41,7 @@ def latex_table(table: Table) -> str:
     for number, row in enumerate(table.rows):
         if number and _is_paper(row) and not _is_paper(table.rows[number - 1]):
             body.append(r"\midrule")
-        # {}: a row that starts with [ would be an option of the \\ before it.
+        # {}: LaTeX takes a [ at the start of a row as an option of the \\ before it.
         body.append("{}" + " & ".join(escape(cell) for cell in row) + r" \\")
     notes = [_typeset(note) for note in table.notes]
     return "\n".join(
@@ -71,7 +71,7 @@ def escape(text: str) -> str:
 def _typeset(note: str) -> str:
     """Escape a note; set text between backticks as code."""
     parts = note.split("`")
-    # With an unpaired backtick, all are plain characters.
+    # An odd number of backticks does not pair: all are plain characters.
     if len(parts) % 2 == 0:
         return escape(note)
     return "".join(

@@ -194,7 +194,7 @@ class SavedFigures(NamedTuple):
 
 
 def saved_figures(content: Mapping[str, Any]) -> SavedFigures:
-    """Read the figures in the content of a KIND.json; for retrieval those of its last stage."""
+    """Read the figures in the content of a KIND.json; for retrieval, of its last stage."""
     try:
         # Only retrieval has a list of figures, as their keys have three parts.
         if isinstance(content.get("figures"), list):
@@ -229,13 +229,14 @@ def _pointing_figures(content: Mapping[str, Any]) -> SavedFigures:
 
 
 def reranked_top(rerank: int, images: int, texts: int) -> int:
-    """Return the number of re-ranked candidates: of few images and texts, all."""
+    """Return the largest number of re-ranked candidates of a query: at most all images or texts."""
     return min(rerank, max(images, texts))
 
 
-def cut_notes(cut: int, count: int, texts: str) -> tuple[str, ...]:
-    """Return a note that `cut` of `count` texts, a plural noun, are truncated; empty for 0."""
-    return (f"{cut} of {count} {texts} are truncated to max_tokens.",) if cut else ()
+def truncation_notes(num_truncated: int, count: int, texts: str) -> tuple[str, ...]:
+    """Return a note on truncated texts, empty for 0; `texts`: plural noun in the note."""
+    note = f"{num_truncated} of {count} {texts} are truncated to max_tokens."
+    return (note,) if num_truncated else ()
 
 
 UNTRAINED_MATCH = "its cross-modal encoder was never trained to match (no ITM)"

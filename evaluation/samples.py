@@ -96,21 +96,23 @@ class Samples:
 
 
 def drop_blank_captions(sample: CaptionedSample | SkippedSample) -> CaptionedSample | SkippedSample:
-    """Return a sample without blank captions, to which its words' caption indices are adapted.
+    """Return a sample without blank captions, with caption indices of words updated.
 
-    The sample is skipped if a word belongs to a blank or missing caption.
+    A word of a blank or missing caption makes it a SkippedSample.
     """
-    if isinstance(sample, SkippedSample) or sample.annotation.words is None:
+    if isinstance(sample, SkippedSample):
         return sample
     annotation = sample.annotation
+    if annotation.words is None:
+        return sample
     indices = caption_indices(annotation)
     words = []
-    for word in sample.annotation.words:
+    for word in annotation.words:
         if word.caption not in indices:
-            location = (
+            where = (
                 f"{'/'.join(sample.image_identity)}: word {word.word!r} of caption {word.caption}"
             )
-            return SkippedSample("bad annotation", f"{location}, which is blank or not there")
+            return SkippedSample("bad annotation", f"{where}, which is blank or missing")
         words.append(word.model_copy(update={"caption": indices.index(word.caption)}))
     without_blanks = annotation.model_copy(update={"captions": sample.captions, "words": words})
     return sample._replace(annotation=without_blanks)
@@ -139,9 +141,9 @@ _ALIGNMENT = 64
 
 
 def workers_for(device: torch.device, workers: int | None) -> int:
-    """Return the number of worker processes: `workers`, by default 0 on a CPU.
+    """Return the number of worker processes: `workers`.
 
-    The default on a GPU is the number of this rank's cores, at most 8.
+    None: 0 on a CPU, and on a GPU the number of this rank's cores, at most 8.
     """
     if workers is not None:
         return workers
@@ -166,7 +168,7 @@ class BlockReader(Generic[Value]):
 
     @contextmanager
     def prefetch(self, blocks: range) -> Iterator[None]:
-        """Read `blocks` in the background within the context; fast if used in rising order."""
+        """Read `blocks` in the background within the context, for access in rising order."""
         self._prefetch_blocks = blocks if self._workers else range(0)
         try:
             yield
@@ -187,7 +189,7 @@ class BlockReader(Generic[Value]):
         if self._worker_values is None or block != self._next_block:
             self._stop()
             self._worker_values = self._from_workers(range(block, self._prefetch_blocks.stop))
-        # If `next` raises, the workers start again for any block.
+        # -1 if `next` raises: the workers then start again at the next block that is read.
         self._next_block = -1
         value = next(self._worker_values)
         self._next_block = block + 1
@@ -219,7 +221,7 @@ class BlockReader(Generic[Value]):
 
 
 class _Parcel(NamedTuple):
-    """A value that a worker sends: its pickle without tensors, and the bytes of all its tensors."""
+    """A value from a worker: its pickle without tensors, and the bytes of all its tensors."""
 
     content: bytes
     # One buffer, as each tensor from a DataLoader's worker costs a file descriptor.

@@ -45,7 +45,7 @@ class ProcessGroup(NamedTuple):
         return self.rank == 0
 
     def map_blocks(self, count: int, work: Callable[[int], Result]) -> list[Result]:
-        """Split `work(block)` of `count` blocks over the ranks; return all results in order.
+        """Return `work(block)` of blocks 0 to count - 1, which the ranks share, in order.
 
         With fewer blocks than ranks, the last ranks work. An error of one rank is raised on all.
         """
@@ -86,8 +86,8 @@ def evaluating(
 
     Afterwards the modes of all submodules are restored; the model stays on the device.
     """
-    # Frozen submodules may be in evaluation mode while the model trains: store all modes.
     torch_device = torch.device(device) if device is not None else default_device()
+    # Of each module, as frozen modules are in evaluation mode while the model trains.
     modes = [(module, module.training) for module in model.modules()]
     model.to(torch_device).eval()
     try:
@@ -112,9 +112,10 @@ def evaluation_autocast(device: torch.device, precision: Precision | None) -> It
 
 
 class _Tf32:
-    """Context in which float32 products use TF32; threads are counted, as the setting is global."""
+    """Context in which float32 products use TF32."""
 
     def __init__(self) -> None:
+        # The setting is global: the last of nested or concurrent contexts restores it.
         self._lock, self._depth, self._outer_precision = threading.Lock(), 0, ""
 
     def __enter__(self) -> None:
@@ -144,7 +145,7 @@ class Readable(Protocol):
     def __len__(self) -> int:
         """Return the number of items."""
 
-    def read(self, number: int) -> Any:
+    def read(self, index: int) -> Any:
         """Read an item, which has a method `without_images`; raise BadSample to skip it."""
 
 
@@ -186,10 +187,10 @@ def evaluate_blocks(
     """Read, prepare and evaluate every item once; ranks split the blocks.
 
     Args:
-        make: prepares an item, given with its index, in any process; raises BadSample to skip it.
-        evaluate: returns a picklable row, without images, for each (item, prepared item).
+        make: prepares an item and its index, in any process; raises BadSample to skip it.
+        evaluate: returns a picklable row for each (item, prepared item); items have no images.
     """
-    # Blocks depend on the batch, not on the number of ranks, so that figures do not either.
+    # Blocks, and so figures, do not depend on the number of ranks.
     processes = ProcessGroup.current()
     blocks = item_blocks(len(items), options.batch)
     quiet = not (options.progress and processes.first)
@@ -211,7 +212,7 @@ def evaluate_blocks(
     skipped = [skip for _, skipped in parts for skip in skipped]
     if not rows:
         first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
-        raise EvaluationError(f"{', '.join(items.folders)}: nothing could be used{first}")
+        raise EvaluationError(f"{', '.join(items.folders)}: no usable item{first}")
     return EvaluatedItems(rows, count_kinds(skipped))
 
 
@@ -225,7 +226,7 @@ def clustered_figures(
     """Compute weighted means over items, with 95 % intervals from the same resamples of images.
 
     values: (items,) by figure. clusters: image of each item. chances: chance level by figure.
-    item_weights: (items,) by figure, such as a mask; 1 each by default.
+    item_weights: (items,) by figure, such as a mask; 1 by default.
     """
     ids: dict[Hashable, int] = {}
     cluster_ids = np.array([ids.setdefault(cluster, len(ids)) for cluster in clusters])
@@ -250,11 +251,14 @@ def set_scores(
     values: Mapping[str, NDArray[Any]],
     masks: Mapping[str, NDArray[np.bool_]] | None = None,
 ) -> None:
-    """Set `scores` of each row: its value by figure; `masks` (rows,) leave rows out of a figure."""
-    all_rows = np.ones(len(rows), dtype=bool)
+    """Set `scores` of each row, its value by figure.
+
+    values: (rows,) by figure. masks: (rows,) by figure, False for rows outside the figure.
+    """
+    masks = masks or {}
     for index, row in enumerate(rows):
         row["scores"] = {
             name: float(value[index])
             for name, value in values.items()
-            if (masks or {}).get(name, all_rows)[index]
+            if name not in masks or masks[name][index]
         }

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evaluation.encoder import GIBIBYTE, Block, BlockCache, count_cut, require_finite
+from evaluation.encoder import GIBIBYTE, Block, BlockCache, count_truncated, require_finite
 from evaluation.jobs import LABEL
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Result, Table, cut_notes, untrained_match_notes
+from evaluation.results import Figure, Result, Table, truncation_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     ProcessGroup,
@@ -78,7 +78,7 @@ def class_features(
 ) -> NDArray[np.float64]:
     """Compute (classes, d) normalised means of each class's prompt features (CLIP, 3.1.4).
 
-    encode: prompts of one class -> unit features (prompts, d). processes: split the classes.
+    encode: maps the prompts of one class to unit features (prompts, d). Ranks split the classes.
     """
 
     def class_feature(index: int) -> NDArray[np.float64]:
@@ -95,7 +95,7 @@ def _lines(path: str | Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path}: cannot be read ({error})") from error
     if not lines:
-        raise EvaluationError(f"{path} is empty; write one name or template a line")
+        raise EvaluationError(f"{path} is empty; write a name or template on each line")
     return lines
 
 
@@ -117,10 +117,11 @@ class ConcatImages:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, number: int) -> LabelledImage:
-        """Read image `number` of the data set; raise BadSample to skip it."""
-        source = bisect_right(self._ends, number)
-        return self._sources[source].read(number - (self._ends[source - 1] if source else 0))
+    def read(self, index: int) -> LabelledImage:
+        """Read an image by its index in the data set; raise BadSample to skip it."""
+        source = bisect_right(self._ends, index)
+        start = self._ends[source - 1] if source else 0
+        return self._sources[source].read(index - start)
 
 
 # With more than 20 classes, the table has the 10 worst and the 10 best.
@@ -216,7 +217,7 @@ def evaluate_zeroshot(
         rows, skipped = evaluate_blocks(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )
-    notes = untrained_match_notes(model.match_is_trained or not top, "their new order")
+    notes = untrained_match_notes(model.match_is_trained or not top, "re-ranking")
     notes += _prompt_notes(prompts, loaded.text)
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
@@ -224,31 +225,31 @@ def evaluate_zeroshot(
 def rerank_scores(
     scores: NDArray[np.floating], nearest: NDArray[np.int64], new_scores: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """Return (images, classes) scores with `nearest`, in the order of `new_scores`, above the rest.
+    """Replace the scores (images, classes) of `nearest` by `new_scores`, and shift others below.
 
-    nearest: indices (images, top) of the best classes; new_scores: their new scores.
+    nearest: indices (images, top) of the best classes. new_scores: (images, top).
     """
-    below = np.min(new_scores) - 1
-    reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + below
+    highest_other = np.min(new_scores) - 1
+    reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + highest_other
     np.put_along_axis(reranked, nearest, new_scores, axis=1)
     return reranked
 
 
 def _prompt_notes(prompts: Prompts, text: Callable[[Sequence[str]], TextTokens]) -> tuple[str, ...]:
     """Return notes on truncated prompts, and on classes with the tokens of an earlier class."""
-    cut, ids_of_classes = 0, set()
+    num_truncated, ids_of_classes = 0, set()
     for index in range(len(prompts.labels)):
         class_prompts = prompts.of_class(index)
-        cut += count_cut(text, class_prompts)
+        num_truncated += count_truncated(text, class_prompts)
         ids_of_classes.add(text(class_prompts).text_ids.numpy().tobytes())
-    notes = cut_notes(cut, len(prompts.labels) * len(prompts.templates), "prompts")
+    notes = truncation_notes(num_truncated, len(prompts.labels) * len(prompts.templates), "prompts")
     if repeats := len(prompts.labels) - len(ids_of_classes):
         note = f"{repeats} classes have the tokens of an earlier class and are never predicted."
         notes = (*notes, note)
     return notes
 
 
-def _pixels(preprocess: Callable[[Any], Tensor], item: LabelledImage, number: int) -> Tensor:
+def _pixels(preprocess: Callable[[Any], Tensor], item: LabelledImage, index: int) -> Tensor:
     return preprocess(item.image)
 
 
@@ -260,27 +261,27 @@ def _log_odds(
 ) -> NDArray[np.float64]:
     """Compute match log-odds (images, top) of `nearest`, each the mean over a class's prompts."""
     pairs = [(row, int(index)) for row, classes in enumerate(nearest) for index in classes]
-    prompts = len(prompt_features[pairs[0][1]].features.feature)
-    step = max(1, MATCH_BATCH // prompts)
+    num_prompts = len(prompt_features[pairs[0][1]].features.feature)
+    step = max(1, MATCH_BATCH // num_prompts)
     parts = []
     for start in range(0, len(pairs), step):
         chunk = pairs[start : start + step]
         blocks = [prompt_features[index].features for _, index in chunk]
         texts = TextFeatures(*map(torch.cat, zip(*blocks)))
         rows = torch.tensor([row for row, _ in chunk], device=image.states.device)
-        odds = model.match(image.select(rows.repeat_interleave(prompts)), texts)
-        parts.append(odds.double().view(len(chunk), prompts).mean(1).cpu().numpy())
+        log_odds = model.match(image.select(rows.repeat_interleave(num_prompts)), texts)
+        parts.append(log_odds.double().view(len(chunk), num_prompts).mean(1).cpu().numpy())
     return np.concatenate(parts).reshape(nearest.shape)
 
 
 def _row(
     item: LabelledImage, stages: dict[str, NDArray[np.floating]], prompts: Prompts
 ) -> dict[str, Any]:
-    """Return a row with the prediction, and the rank of the right class by stage, from 1.
+    """Return a row with the prediction of the last stage, and the right class's ranks, from 1.
 
-    stages: scores (classes,) by stage, the last one for the prediction.
+    stages: scores (classes,) by stage.
     """
-    final = list(stages.values())[-1]
+    *_, final = stages.values()
     return {
         "key": item.key or item.where,
         "label": prompts.labels[item.label],

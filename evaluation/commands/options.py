@@ -18,7 +18,7 @@ def usable_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device; write cpu or cuda") from error
+        raise typer.BadParameter(f"{name!r} is not a device; write cpu or cuda") from error
     # Only an allocation shows a missing driver or GPU, in a build without CUDA by AssertionError.
     try:
         torch.empty(1, device=device)
@@ -29,9 +29,9 @@ def usable_device(name: str) -> str:
 
 
 def valid_text(text: str) -> str:
-    """Return a text; typer.BadParameter if the terminal passed bytes that are no UTF-8."""
+    """Return a text; typer.BadParameter if the terminal passed bytes that are not UTF-8."""
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise typer.BadParameter(f"{text!r} is no UTF-8")
+        raise typer.BadParameter(f"{text!r} is not UTF-8")
     return text
 
 

@@ -111,9 +111,9 @@ def predict(
             rows_file = out.with_name(f"{out.name}.rows.jsonl")
             write_lines(rows_file, predictions.rows)
             raise EvaluationError(f"{error}; the predictions are in {rows_file}") from error
-    if predictions.cut:
+    if predictions.num_truncated:
         print(
-            f"warning: {predictions.cut} texts are truncated to the model's max_tokens",
+            f"warning: {predictions.num_truncated} texts are truncated to the model's max_tokens",
             file=sys.stderr,
         )
     if predictions.skipped:
@@ -158,9 +158,9 @@ def embed(
     if first_rank():
         if counts.skipped:
             print(f"warning: skipped: {format_kinds(counts.skipped)}", file=sys.stderr)
-        if counts.cut:
+        if counts.num_truncated:
             print(
-                f"warning: {counts.cut} captions are truncated to the model's max_tokens",
+                f"warning: {counts.num_truncated} captions are truncated to the model's max_tokens",
                 file=sys.stderr,
             )
         print(f"{counts.images} images and {counts.captions} captions written to {out}")

@@ -32,8 +32,9 @@ from vlp.tasks.caption.metrics import (
 )
 from vlp.tasks.caption.task import CaptionTask
 
-_WITHOUT_JAVA = "`task.java: false`, of a trained model `java` in its task.json, goes without both"
-_CORPUS = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
+# Ends an error about Java or pycocoevalcap.
+_WITHOUT_JAVA = "or set task.java=false (`java` in a model's task.json): no METEOR and SPICE"
+_CORPUS_FIGURES = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
 
 
 class CaptionEvaluation(TaskEvaluation):
@@ -79,7 +80,7 @@ class CaptionEvaluation(TaskEvaluation):
     def score(
         self, task: CaptionTask, rows: Sequence[Row], resamples: int, **options: Any
     ) -> Scored:
-        """Compute the figures; intervals resample images."""
+        """Compute the figures, with intervals over images."""
         # On one rank: Java is slow, and the tokeniser writes into its program folder.
         (scores,) = ProcessGroup.current().map_blocks(1, lambda _: _scores(rows, task.config.java))
         corpus, by_caption, notes = scores
@@ -92,20 +93,20 @@ class CaptionEvaluation(TaskEvaluation):
     def predict_item(
         self, task: CaptionTask, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return a caption with the probability of its word pieces and end token."""
+        """Return [(caption, probability)], the product over its word pieces and end token."""
         pixels = task.prepare(images, "", 0, None)
         ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
         batch = CaptionBatch(pixels, ids, valid).to(device)
         memory = task.remember(batch.pixels)
         caption = task.write(memory)[0]
-        words = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
-        return [(caption, task.text_probability(memory, words, caption))]
+        processor = TextProcessor(task.text.tokenizer, task.config.data.max_caption)
+        return [(caption, task.text_probability(memory, processor, caption))]
 
 
 def _scores(
     rows: Sequence[Row], java: bool
 ) -> tuple[dict[str, float], dict[str, NDArray[np.float64]], list[str]]:
-    """Return figures of the corpus, figures that are means over captions, and notes."""
+    """Return figures of the whole corpus, figures (captions,) by name, and notes."""
     captions, references = [row["caption"] for row in rows], [row["captions"] for row in rows]
     try:
         # A ValueError: all references are punctuation.
@@ -113,7 +114,7 @@ def _scores(
             scores = caption_scores(captions, references, "ptb" if java else "plain", meteor=java)
     except CaptionToolError as error:
         raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
-    corpus = {name: scores.corpus[name] for name in _CORPUS if name in scores.corpus}
+    corpus = {name: scores.corpus[name] for name in _CORPUS_FIGURES if name in scores.corpus}
     by_caption = {name: scores.per_caption[name] for name in ("cider", "rouge_l")}
     notes = [
         f"{', '.join(corpus)} are of all captions together and have no interval.",

@@ -20,7 +20,7 @@ from evaluation.downstream.task_evaluation import (
     load_for_evaluation,
     load_model,
 )
-from evaluation.encoder import encode_image, warn_if_cut
+from evaluation.encoder import encode_image, warn_if_truncated
 from evaluation.grounding.grounding import evaluate_grounding
 from evaluation.options import EvalOptions
 from evaluation.probes.anchor_maps import read_pair
@@ -44,7 +44,7 @@ class Predictions(NamedTuple):
     # Number of skipped samples by kind.
     skipped: dict[str, int]
     # Number of rows with a text that the tokenizer truncates.
-    cut: int
+    num_truncated: int
 
 
 def predict(
@@ -60,8 +60,8 @@ def predict(
         rows, skipped = _predict_boxes(source, folder, shards, options)
     # Predictions hold neither annotations nor scores.
     hidden = (*evaluation.hidden, "scores")
-    cut = evaluation.count_cut(source.text, rows)
-    return Predictions(evaluation.kind, drop_fields(rows, hidden), skipped, cut)
+    num_truncated = evaluation.count_truncated(source.text, rows)
+    return Predictions(evaluation.kind, drop_fields(rows, hidden), skipped, num_truncated)
 
 
 def write_official(path: Path, predictions: Predictions) -> None:
@@ -149,7 +149,7 @@ def predict_item(
         )
     decoded = [read_pair(path, "").image for path in images]
     model = source if isinstance(source, Downstream) else source.model
-    warn_if_cut(source.text, text or "")
+    warn_if_truncated(source.text, text or "")
     with (
         single_line_errors(NotFiniteError),
         torch.no_grad(),

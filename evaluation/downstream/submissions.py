@@ -16,7 +16,7 @@ from evaluation.samples import EvaluationError
 from vlp.io import write_text
 
 LABELS = ("entailment", "neutral", "contradiction")
-_LISTED = 5
+_MAX_LISTED = 5
 
 Row = Mapping[str, Any]
 
@@ -24,8 +24,8 @@ Row = Mapping[str, Any]
 class Submission(NamedTuple):
     """Submission format of a benchmark.
 
-    required_field: of every row of predictions. convert: turns a row of predictions into a row for
-    `write`. missing: what a row without the field lacks, in the error; "": the field's name.
+    required_field: field that every prediction needs. convert: turns a prediction into a row for
+    `write`. missing: description of the field in the error; "": its name.
     """
 
     required_field: str
@@ -66,7 +66,7 @@ def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
         pair, label = _id(row, "pairID", path), _value(row, "label", path)
         if label not in LABELS:
             choices = ", ".join(LABELS)
-            raise EvaluationError(f"{path}: label {label!r} of {pair} is none of {choices}")
+            raise EvaluationError(f"{path}: label {label!r} of {pair} is not one of {choices}")
         labels.append({"pairID": pair, "label": label})
     _require_unique([row["pairID"] for row in labels], "pairID", path)
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in labels))
@@ -85,25 +85,25 @@ def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
         identifier = _number(row, id_field, path)
         boxes.append((identifier, _box(row, f"{id_field} {identifier}", path)))
     _require_unique([identifier for identifier, _ in boxes], id_field, path)
-    write_json(path, [{id_field: identifier, "box": box} for identifier, box in boxes])
+    _write_list(path, [{id_field: identifier, "box": box} for identifier, box in boxes])
 
 
 def _write_texts(path: Path, rows: Iterable[Row], id_field: str, text_field: str) -> None:
     texts = [(_number(row, id_field, path), _text(row, text_field, path)) for row in rows]
     _require_unique([identifier for identifier, _ in texts], id_field, path)
-    write_json(path, [{id_field: identifier, text_field: text} for identifier, text in texts])
+    _write_list(path, [{id_field: identifier, text_field: text} for identifier, text in texts])
 
 
 def _value(row: Row, name: str, path: Path) -> Any:
     if name not in row:
-        raise EvaluationError(f"{path}: a prediction without {name}: {json.dumps(dict(row))[:200]}")
+        raise EvaluationError(f"{path}: a prediction has no {name}: {json.dumps(dict(row))[:200]}")
     return row[name]
 
 
 def _id(row: Row, name: str, path: Path) -> str:
     text = str(_value(row, name, path))
     if not text:
-        raise EvaluationError(f"{path}: a prediction whose {name} is empty")
+        raise EvaluationError(f"{path}: a prediction has an empty {name}")
     return text
 
 
@@ -112,8 +112,8 @@ def _number(row: Row, name: str, path: Path) -> int:
     # Shards keep ids as text; int() alone would also take 1.5, True, "1_000" and " 7".
     if isinstance(value, bool) or not str(value).isascii() or not str(value).isdigit():
         raise EvaluationError(
-            f"{path}: {name} {value!r} is no number; the format needs the numbers of the official "
-            "files, so use shards that were made from these files"
+            f"{path}: {name} {value!r} is not a number; the format needs the official files' "
+            "numbers, so use shards that were made from these files"
         )
     return int(value)
 
@@ -121,7 +121,7 @@ def _number(row: Row, name: str, path: Path) -> int:
 def _text(row: Row, name: str, path: Path) -> str:
     value = _value(row, name, path)
     if not isinstance(value, str):
-        raise EvaluationError(f"{path}: {name} {value!r} is no text")
+        raise EvaluationError(f"{path}: {name} {value!r} is not text")
     return value
 
 
@@ -142,11 +142,11 @@ def _box(row: Row, owner: str, path: Path) -> list[float]:
 def _require_unique(ids: Sequence[int | str], name: str, path: Path) -> None:
     repeated = [str(identifier) for identifier, count in Counter(ids).items() if count > 1]
     if repeated:
-        more = f" and {len(repeated) - _LISTED} more" if len(repeated) > _LISTED else ""
-        listing = ", ".join(repeated[:_LISTED]) + more
+        more = f" and {len(repeated) - _MAX_LISTED} more" if len(repeated) > _MAX_LISTED else ""
+        listing = ", ".join(repeated[:_MAX_LISTED]) + more
         raise EvaluationError(f"{path}: predicted more than once: {name} {listing}")
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
+def _write_list(path: Path, rows: Sequence[Row]) -> None:
     """Write rows as one JSON list."""
     write_text(path, json.dumps(rows, ensure_ascii=False) + "\n")

@@ -17,10 +17,10 @@ from PIL import Image
 
 import vlp
 from evaluation.downstream.submissions import Submission
-from evaluation.encoder import count_cut
+from evaluation.encoder import count_truncated
 from evaluation.jobs import Job
 from evaluation.options import EvalOptions
-from evaluation.results import Figure, Result, cut_notes
+from evaluation.results import Figure, Result, truncation_notes
 from evaluation.samples import EvaluationError, single_line_errors
 from evaluation.work_sharding import (
     EvaluatedItems,
@@ -135,7 +135,10 @@ class TaskEvaluation:
         figures, notes = self.score(task, annotated, options.resamples, **kwargs)
         if unlabelled := len(rows) - len(annotated):
             notes = (*notes, f"{unlabelled} items have no annotation: predicted but not scored.")
-        notes = (*notes, *cut_notes(self.count_cut(task.text, rows), len(rows), "texts"))
+        notes = (
+            *notes,
+            *truncation_notes(self.count_truncated(task.text, rows), len(rows), "texts"),
+        )
         # Training data are allowed, to measure the training error.
         if overlap := training_folders(task, folders):
             notes = (*notes, f"Careful: the model was trained on {', '.join(overlap)}.")
@@ -180,9 +183,11 @@ class TaskEvaluation:
             )
         return EvaluatedItems(self.merge_rows(rows), skipped)
 
-    def count_cut(self, text: Callable[..., Any], rows: Sequence[Row]) -> int:
+    def count_truncated(self, text: Callable[..., Any], rows: Sequence[Row]) -> int:
         """Return the number of rows with a text that the tokenizer `text` truncates."""
-        return count_cut(text, [row[self.text_field] for row in rows]) if self.text_field else 0
+        return (
+            count_truncated(text, [row[self.text_field] for row in rows]) if self.text_field else 0
+        )
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
         """Merge rows of samples that are parts of one item; by default every sample is an item."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evaluation.encoder import count_cut, require_finite
+from evaluation.encoder import count_truncated, require_finite
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.options import EvalOptions
-from evaluation.results import Result, cut_notes, untrained_match_notes
+from evaluation.results import Result, truncation_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     clustered_figures,
@@ -83,15 +83,15 @@ def evaluate_grounding(
     if by == settings.by:
         layer = settings.layer if layer is None else layer
         head = settings.head if head is None else head
-    items = Items(shards, _expressions_in, options.limit)
+    items = Items(shards, _count_expressions, options.limit)
     try:
-        number = layer_number(loaded.model, layer) if by == "gradcam" else 0
+        layer_index = layer_number(loaded.model, layer) if by == "gradcam" else 0
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     if head is not None and head < 1:
         raise EvaluationError(f"head {head}: the map needs at least one word piece")
     last = len(loaded.model.cross_encoder.layers) - 1
-    if by == "gradcam" and head is not None and number == last:
+    if by == "gradcam" and head is not None and layer_index == last:
         raise EvaluationError(
             f"word pieces have no Grad-CAM map in the last cross-modal layer, {last}: set an "
             "earlier layer, leave head out, or set by to similarity"
@@ -102,7 +102,7 @@ def evaluate_grounding(
 
     def score_block(examples: Sequence[tuple[Item, GroundingExample]]) -> list[dict[str, Any]]:
         inputs = [example for _, example in examples]
-        maps = _maps(loaded, inputs, by, number, head, torch_device, options.precision)
+        maps = _maps(loaded, inputs, by, layer_index, head, torch_device, options.precision)
         return [_row(item, example.size, heat) for (item, example), heat in zip(examples, maps)]
 
     with evaluating(loaded.model, options.device) as torch_device:
@@ -123,7 +123,9 @@ def evaluate_grounding(
     texts = [row["text"] for row in rows]
     trained = loaded.model.match_is_trained or by != "gradcam"
     first_pieces = "" if head is None else f", first {head} word pieces"
-    source = f"Grad-CAM of cross-modal layer {number}" if by == "gradcam" else "cosine of tokens"
+    source = (
+        f"Grad-CAM of cross-modal layer {layer_index}" if by == "gradcam" else "cosine of tokens"
+    )
     return Result(
         kind="grounding",
         counts={"items": len(rows)},
@@ -134,7 +136,7 @@ def evaluate_grounding(
         notes=(
             f"Maps: {source}{first_pieces}. View: {view}.",
             *untrained_match_notes(trained, "Grad-CAM"),
-            *cut_notes(count_cut(loaded.text, texts), len(rows), "expressions"),
+            *truncation_notes(count_truncated(loaded.text, texts), len(rows), "expressions"),
         ),
         view=view,
     )
@@ -146,23 +148,23 @@ def _example(
     patch_size: int,
     view: View,
     item: Item,
-    number: int,
+    index: int,
 ) -> GroundingExample:
     """Prepare an expression and its image, in any process."""
     image = decode_image(item.raw.image, item.where)
     expression = _expression_text(item, image.size)
-    pixels = apply_view(preprocess(image)[None], view, patch_size, number)[0]
+    pixels = apply_view(preprocess(image)[None], view, patch_size, index)[0]
     return GroundingExample(pixels, text([expression]), image.size)
 
 
-def _expressions_in(annotation: Annotation) -> int:
+def _count_expressions(annotation: Annotation) -> int:
     return len(annotation.expressions or ())
 
 
 def _expression_text(item: Item, size: tuple[int, int]) -> str:
     """Return an expression's text; raise BadSample if it is blank or its box outside the image.
 
-    size: width and height of the image in pixels.
+    size: (width, height) of the image in pixels.
     """
     expressions = item.raw.annotation.expressions or ()
     if item.part >= len(expressions):
@@ -171,7 +173,7 @@ def _expression_text(item: Item, size: tuple[int, int]) -> str:
     if not overlaps(expression.box, size):
         raise BadSample(
             "bad annotation",
-            f"{item.where}: box {expression.box} of expression {expression.id} does not lie in the "
+            f"{item.where}: box {expression.box} of expression {expression.id} lies outside the "
             f"image of {size[0]} x {size[1]} px",
         )
     if not expression.text.strip():
@@ -196,20 +198,21 @@ def _maps(
     ]
     with torch.no_grad(), evaluation_autocast(device, precision):
         image, text = model.encode_image(pixels), model.encode_text(*tokens)
-    # Tokens whose maps are averaged: of cosines all words, of Grad-CAM also [CLS] and [SEP].
-    words, attended = text.word_mask, text.attention_mask
+    # A map is the mean over tokens: words for cosines, also [CLS] and [SEP] for Grad-CAM.
+    word_mask, attention_mask = text.word_mask, text.attention_mask
     if head is not None:
-        words = attended = words & (words.cumsum(-1) <= head)
+        word_mask = attention_mask = word_mask & (word_mask.cumsum(-1) <= head)
     if by == "gradcam":
         with evaluation_autocast(device, precision):
             maps = grad_cam(model, image, text, layer)
         # (B, N, rows, columns); the mean over tokens with [CLS] is ALBEF's.
-        weights = attended[..., None, None]
+        weights = attention_mask[..., None, None]
         heat = (maps * weights).sum(1) / weights.sum(1).clamp(min=1)
     else:
         # (B, M, N) in float64: rounding must not make two patches equal.
         cosine = image.tokens.double() @ text.tokens.double().transpose(1, 2)
-        mean = (cosine * words[:, None]).sum(-1) / words.sum(-1, keepdim=True).clamp(min=1)
+        num_words = word_mask.sum(-1, keepdim=True).clamp(min=1)
+        mean = (cosine * word_mask[:, None]).sum(-1) / num_words
         heat = mean.unflatten(-1, model.config.image.grid)
     return require_finite(heat.double().cpu().numpy())
 

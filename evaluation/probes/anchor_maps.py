@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from evaluation.encoder import encode_image, require_finite, warn_if_cut
+from evaluation.encoder import encode_image, require_finite, warn_if_truncated
 from evaluation.grounding.grad_cam import grad_cam, layer_number
 from evaluation.samples import CaptionedSample, EvaluationError, Samples, drop_blank_captions
 from evaluation.work_sharding import evaluating
@@ -52,7 +52,7 @@ class AnchorDetail(NamedTuple):
 
     image: Image.Image
     caption: str
-    # Words as the tokenizer splits them, and for each the boxes of objects that it may name.
+    # W words as the tokenizer splits them; for each word the boxes of objects that it may name.
     words: list[str]
     boxes: list[Sequence[Box]]
     # (W, G, rows, columns): 1 where S >= threshold (Eq. 4), mean over a word's pieces.
@@ -63,11 +63,11 @@ class AnchorDetail(NamedTuple):
     reachable: NDArray[np.bool_]
     # (W, rows, columns), unscaled, of cross-modal layer `layer`.
     gradcam: NDArray[np.float32]
-    # (rows, columns), the same of [CLS].
+    # (rows, columns): Grad-CAM of [CLS].
     gradcam_caption: NDArray[np.float32]
     threshold: float
     layer: int
-    layers: int
+    num_layers: int
     # Log-odds that the caption describes the image.
     match: float
 
@@ -98,11 +98,11 @@ def anchor_details(
 ) -> list[AnchorDetail]:
     """Compute anchors, paths and Grad-CAM maps of the first caption of each sample."""
     try:
-        index = layer_number(loaded.model, layer)
+        layer_index = layer_number(loaded.model, layer)
     except ValueError as error:
         raise EvaluationError(str(error)) from error
     with evaluating(loaded.model, device) as torch_device:
-        return [_detail(loaded, sample, index, torch_device) for sample in samples]
+        return [_anchor_detail(loaded, sample, layer_index, torch_device) for sample in samples]
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
@@ -111,8 +111,8 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
         raise EvaluationError(f"count {count}: at least one caption is needed")
     samples = Samples(shards)
     usable: list[CaptionedSample] = []
-    for number in range(len(samples)):
-        sample = drop_blank_captions(samples.read(number))
+    for index in range(len(samples)):
+        sample = drop_blank_captions(samples.read(index))
         if isinstance(sample, CaptionedSample):
             usable.append(sample)
         if len(usable) == count:
@@ -123,7 +123,7 @@ def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSam
 
 
 def read_pair(file: str | Path, text: str) -> CaptionedSample:
-    """Read an image file, upright by its EXIF orientation, and a text as a sample."""
+    """Return a sample of an image file, upright by its EXIF orientation, and a caption."""
     try:
         image = decode_image(Path(file).read_bytes(), str(file))
     except OSError as error:
@@ -155,7 +155,7 @@ def map_caption(
     return AnchorMap(sample.image, caption, words, float(model.anchor_threshold))
 
 
-def _detail(
+def _anchor_detail(
     loaded: Loaded, sample: CaptionedSample, layer: int, device: torch.device
 ) -> AnchorDetail:
     model, caption = loaded.model, sample.captions[0]
@@ -166,7 +166,7 @@ def _detail(
         text = _encode_caption(loaded, sample, device)
         if not text.word_mask.any():
             raise EvaluationError(f"the text {caption!r} holds no word")
-        warn_if_cut(loaded.text, caption)
+        warn_if_truncated(loaded.text, caption)
         anchors = _anchors(model, image, text).cpu()
         path, reachable = (part.cpu() for part in _paths(model, image, text))
         match = float(model.match(image, text))
@@ -186,7 +186,7 @@ def _detail(
         gradcam_caption=gradcam[0].numpy(),
         threshold=float(model.anchor_threshold),
         layer=layer,
-        layers=len(model.cross_encoder.layers),
+        num_layers=len(model.cross_encoder.layers),
         match=match,
     )
 
@@ -197,34 +197,36 @@ def _encode_caption(loaded: Loaded, sample: CaptionedSample, device: torch.devic
 
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
-    """Return 1 for patches that anchor a token in a channel group: (N, G, rows, columns)."""
+    """Return 1 where a patch anchors a token in a channel group, else 0: (N, G, rows, columns)."""
     paths = model.anchors(image, text)
-    # Without ACE-RPE, or with constant paths: similarities of the features that it would read.
+    # Without ACE-RPE, or with constant paths: the similarities that ACE-RPE would compute.
     if paths is not None and "anchor" in model.config.cross.position:
         similarity = paths.similarity[0]
     else:
         groups = model.config.cross.anchor.groups
         similarity = group_similarity(image.tokens.float(), text.tokens.float(), groups)[0]
     require_finite(similarity)
-    return _by_token(model, (similarity >= model.anchor_threshold).float())
+    return _token_maps(model, (similarity >= model.anchor_threshold).float())
 
 
 def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
-    """Return path and reachable of each token, (N, G, rows, columns); G = 0 without ACE-RPE."""
+    """Return `path` and `reachable`, each (N, G, rows, columns); G = 0 without ACE-RPE."""
     paths = model.anchors(image, text)
     if paths is None:
         empty = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
         return empty, empty.bool()
     # Row 0 of `image_path` is [CLS].
-    return _by_token(model, paths.image_path[0, 1:].float()), _by_token(model, paths.reachable[0])
+    return _token_maps(model, paths.image_path[0, 1:].float()), _token_maps(
+        model, paths.reachable[0]
+    )
 
 
-def _by_token(model: VLPModel, x: Tensor) -> Tensor:
+def _token_maps(model: VLPModel, values: Tensor) -> Tensor:
     """Reshape (M, N, G) to (N, G, rows, columns)."""
-    return x.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
+    return values.permute(1, 2, 0).unflatten(-1, model.config.image.grid)
 
 
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
-    """Return boxes by word index of the first caption; empty if unknown."""
+    """Return boxes by word index for words of the first caption with boxes."""
     words = words_with_boxes(sample.annotation)
     return {word.word_index: word.boxes for word in words if word.caption_index == 0}

@@ -33,8 +33,8 @@ SIDE = 400
 def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
     """Draw a row of panels for each caption into a file, with `dots` pixels per inch.
 
-    A panel shows for each patch the share of channel groups in which it anchors the word, and green
-    boxes of the objects that the word may name.
+    The first panel is the image. A word's panel shows for each patch the share of channel groups
+    in which it anchors the word, and boxes of the objects that the word may name.
     """
     columns = 1 + max(len(row.words) for row in maps)
     figure = Figure(figsize=(PANEL * columns + 1.2, (PANEL + 0.55) * len(maps) + 0.4))
@@ -103,14 +103,14 @@ def draw_anchor_detail(
         bar.set_label(name, fontsize=7)
     facts = (
         f"match log-odds {detail.match:+.1f} · S ≥ {detail.threshold:.2f} · "
-        f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.layers - 1}) · "
+        f"Grad-CAM of cross-modal layer {detail.layer} (of 0 to {detail.num_layers - 1}) · "
         f"{path_groups} of {detail.path.shape[1]} groups; dots: anchors, clear: not reachable"
     )
     # A letter is about 0.075 inches wide.
     letters = int(size[0] / 0.075)
     caption = textwrap.wrap(detail.caption, letters, max_lines=2, placeholder=" …")
-    # A caption may hold dollar signs, which are no formula.
     lines = "\n".join([*caption, *textwrap.wrap(facts, letters)])
+    # Dollar signs of a caption are no formula.
     figure.suptitle(lines, fontsize=8, parse_math=False)
     return _save(figure, path, dots)
 
@@ -129,9 +129,9 @@ def _draw_path(panel: Axes, detail: AnchorDetail, word: int, group: int, longest
     boxes = _colour_boxes(detail.boxes[word])
     image = overlay(detail.image, values, PATH_COLOURS, alpha, boxes, SIDE)
     panel.imshow(image)
-    # Patches tile the image evenly; the centre of its first pixel is at 0.
-    steps = np.array(image.size[::-1]) / values.shape
-    rows, columns = ((np.argwhere(detail.anchors[word, group] > 0) + 0.5) * steps - 0.5).T
+    # Pixels of a patch, (height, width). In a plot, pixel 0 has its centre at 0.
+    patch_size = np.array(image.size[::-1]) / values.shape
+    rows, columns = ((np.argwhere(detail.anchors[word, group] > 0) + 0.5) * patch_size - 0.5).T
     panel.scatter(columns, rows, s=5, facecolor="white", edgecolor="black", linewidth=0.5)
 
 

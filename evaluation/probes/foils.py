@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from evaluation.encoder import count_cut, require_finite
+from evaluation.encoder import count_truncated, require_finite
 from evaluation.options import EvalOptions
-from evaluation.results import Result, cut_notes, untrained_match_notes
+from evaluation.results import Result, truncation_notes, untrained_match_notes
 from evaluation.samples import EvaluationError
 from evaluation.work_sharding import (
     clustered_figures,
@@ -31,7 +31,7 @@ from vlp.models.folder import Loaded
 
 SCORERS = ("match", "dual")
 # Pairs of one call of the cross-modal encoder.
-PAIRS = 128
+MATCH_BATCH = 128
 
 
 class FoiledImage(NamedTuple):
@@ -53,7 +53,7 @@ def evaluate_foils(
 
     Figures are called `SCORER, KIND`: share of pairs in which the caption scores higher than the
     foil; chance is 1/2, and ties are wrong. Scorers: `match`, the cross-modal encoder's log-odds;
-    `dual`, the cosine of both encoders' features. Kinds: `all`, and those of `make_foils`.
+    `dual`, the cosine of both encoders' features. Kinds: `all` and `FOIL_KINDS`.
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view, seed)
@@ -83,7 +83,7 @@ def evaluate_foils(
     texts = list({row[name] for row in rows for name in ("caption", "foil")})
     notes = (
         f"Pairs of {len(set(images))} images: {pairs}. View: {view}.",
-        *cut_notes(count_cut(loaded.text, texts), len(texts), "captions and foils"),
+        *truncation_notes(count_truncated(loaded.text, texts), len(texts), "captions and foils"),
         *untrained_match_notes(loaded.model.match_is_trained, "`match`"),
     )
     counts = {"items": len(rows)}
@@ -109,7 +109,7 @@ def _prepare(
     view: View,
     seed: int,
     item: Item,
-    number: int,
+    index: int,
 ) -> FoiledImage:
     """Prepare an image and make its foils, in any process."""
     captions = captions_of(item.raw.annotation)
@@ -118,7 +118,7 @@ def _prepare(
     pixels = preprocess(decode_image(item.raw.image, item.where))
     foils = make_foils(captions, seed, item.raw.key)
     return FoiledImage(
-        apply_view(pixels[None], view, patch_size, number)[0],
+        apply_view(pixels[None], view, patch_size, index)[0],
         [
             (caption, foil.text, foil.kind)
             for caption, group in zip(captions, foils)
@@ -138,7 +138,7 @@ def _score_pairs(
         return
     model = loaded.model
     texts = list(dict.fromkeys(text for _, caption, foil, _ in foils for text in (caption, foil)))
-    index_of = {text: index for index, text in enumerate(texts)}
+    text_index = {text: index for index, text in enumerate(texts)}
     tokens = loaded.text(texts)
     text_features = model.encode_text(*(part.to(device) for part in tokens))
     pixels = torch.stack([example.pixels for _, example in examples])
@@ -146,13 +146,15 @@ def _score_pairs(
     # A caption has several foils, but each pair (image, text) is scored once.
     pairs = list(
         dict.fromkeys(
-            (image, index_of[text]) for image, caption, foil, _ in foils for text in (caption, foil)
+            (image, text_index[text])
+            for image, caption, foil, _ in foils
+            for text in (caption, foil)
         )
     )
-    # By pair, in the order of `SCORERS`.
+    # Scores in the order of `SCORERS`, by (image, text) pair.
     scores: dict[tuple[int, int], list[float]] = {}
-    for start in range(0, len(pairs), PAIRS):
-        chunk = pairs[start : start + PAIRS]
+    for start in range(0, len(pairs), MATCH_BATCH):
+        chunk = pairs[start : start + MATCH_BATCH]
         image_indices, text_indices = torch.tensor(chunk, device=device).T
         images, captions = image_features.select(image_indices), text_features.select(text_indices)
         dual = (images.feature.double() * captions.feature.double()).sum(-1)
@@ -160,7 +162,7 @@ def _score_pairs(
         chunk_scores = require_finite(torch.stack([match, dual], dim=1).cpu().numpy())
         scores |= dict(zip(chunk, chunk_scores.tolist()))
     for image, caption, foil, kind in foils:
-        caption_index, foil_index = index_of[caption], index_of[foil]
+        caption_index, foil_index = text_index[caption], text_index[foil]
         # Equal tokens: the tokenizer truncated the texts before the exchange.
         if not torch.equal(tokens.text_ids[caption_index], tokens.text_ids[foil_index]):
             by_scorer = zip(scores[image, caption_index], scores[image, foil_index])

@@ -27,10 +27,10 @@ from vlp.positions import (
 from vlp.positions.options import SIZES
 
 WIDTH, HEADS = 64, 2
-# Random contents whose logits are averaged.
-CONTENTS = 64
-# Initial values of tables are smaller; an option may set a larger constant.
-SMALL = 0.1
+# Random contents over which logits are averaged.
+NUM_CONTENTS = 64
+# Above the initial values of tables, except for constants that options set.
+MAX_INITIAL = 0.1
 CONTENT_BIASES = ("cope", "sape")
 HOOKS = {
     "tokens": "on the tokens, once at the input",
@@ -41,7 +41,7 @@ HOOKS = {
 }
 
 
-# What sets apart encodings of one class.
+# Descriptions of encodings that share a class.
 VARIANTS = {
     "irpe-cross": "a bucket of row offsets plus one of column offsets; ",
     "irpe-euclidean": "buckets of Euclidean distances; ",
@@ -73,14 +73,17 @@ def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) 
     parameters = dict(encoding.named_parameters())
     lines.append(f"parameters: {sum(map(Tensor.numel, parameters.values())):,}")
     lines += [f"  {key} {' x '.join(map(str, table.shape))}" for key, table in parameters.items()]
-    described = [x for x in describe_options(name) if x.name in options or x.name not in SIZES]
-    from_model = position_options(name) - {option.name for option in described}
+    card_options = [
+        option
+        for option in describe_options(name)
+        if option.name in options or option.name not in SIZES
+    ]
+    from_model = position_options(name) - {option.name for option in card_options}
     lines += [f"the model sets: {', '.join(sorted(from_model))}", "", "options:"]
-    for option in described:
+    for option in card_options:
         value = options.get(option.name, option.default)
-        lines.append(
-            f"  {option.name} ({option.kind}) = {'required' if value is ... else repr(value)}"
-        )
+        text = "required" if value is ... else repr(value)
+        lines.append(f"  {option.name} ({option.kind}) = {text}")
     return "\n".join(lines)
 
 
@@ -108,8 +111,8 @@ def position_map(
     """Compute the map of one encoding: a query patch with all patches.
 
     Token encodings: cosine of their vectors (Fig. 2 of Li et al. 2021). Rotations: mean logit of
-    equal random contents. Biases: the bias. CoPE and SaPE depend on contents, here of two regions,
-    a disc and its background.
+    equal random contents. Biases: the bias; for CoPE and SaPE, which depend on contents, with one
+    random content in a disc and another in its background.
     """
     if name in CROSS_MODAL:
         raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
@@ -127,9 +130,9 @@ def position_map(
     else:
         # Tables from N(0, 1) show which patches share a row, as in Figs 5-9 of Wu et al. 2021.
         for parameter in encoding.parameters():
-            # A non-zero constant is a start that an option sets: it stays.
-            constant = bool(parameter.any()) and parameter.min() == parameter.max()
-            if parameter.abs().max() < SMALL and not constant:
+            # A non-zero constant is an initial value that an option sets: keep it.
+            is_constant = bool(parameter.any()) and parameter.min() == parameter.max()
+            if parameter.abs().max() < MAX_INITIAL and not is_constant:
                 nn.init.normal_(parameter)
         values, kind = _bias(encoding, grid, query_patch, name in CONTENT_BIASES), "bias"
     return PositionMap(kind, values.view(grid).numpy())
@@ -141,8 +144,8 @@ def _contents(count: int, tokens: int) -> Tensor:
 
 
 def _rotation_logits(encoding: PositionEncoding, grid: tuple[int, int], query_patch: int) -> Tensor:
-    """Return q_i . k_j / channels of equal contents, averaged over contents and heads: (T,)."""
-    contents = _contents(CONTENTS, grid[0] * grid[1])
+    """Return q . k / channels of equal contents, the mean over contents and heads: (T,)."""
+    contents = _contents(NUM_CONTENTS, grid[0] * grid[1])
     query, key = encoding("rotate", contents, contents, PositionContext(grid))
     logits = (query[:, :, query_patch, None] * key).sum(-1) / contents.shape[-1]
     return logits.mean((0, 1))

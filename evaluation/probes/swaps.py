@@ -50,8 +50,8 @@ class SwapResult(Result):
     Scorers: `dual`, cosine of both encoders' features; `match`, the cross-modal encoder's log-odds;
     `words`, for a model with MLM head, log-probability of the words that differ between the
     captions, all masked. Scores: `text`, both images prefer their caption; `image`, both captions
-    prefer their image; `group`, `text` and `image`; `pair`, share of these four comparisons that
-    are right. Ties are wrong.
+    prefer their image; `group`, both `text` and `image`; `pair`, share of these four comparisons
+    that are right. Ties are wrong.
     """
 
     def table(self) -> Table:
@@ -78,7 +78,7 @@ def evaluate_swaps(
     """
     items = Items(shards, limit=options.limit)
     make = partial(_prepare, loaded.preprocess, loaded.model.config.image.patch_size, view)
-    head = word_head(loaded)
+    head = load_mlm_head(loaded)
     scorers = SCORERS if head is not None else SCORERS[:2]
 
     def score_block(examples: Sequence[tuple[Item, Swap]]) -> list[tuple[str, NDArray[np.float32]]]:
@@ -123,7 +123,7 @@ def swap_scores(scores: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def _prepare(
-    preprocess: Callable[[Any], torch.Tensor], patch_size: int, view: View, item: Item, number: int
+    preprocess: Callable[[Any], torch.Tensor], patch_size: int, view: View, item: Item, index: int
 ) -> Swap:
     """Read and prepare a swap, in any process."""
     annotation = item.raw.annotation
@@ -134,11 +134,11 @@ def _prepare(
         )
     images = (item.raw.image, item.raw.second_image)
     pixels = torch.stack([preprocess(decode_image(image, item.where)) for image in images])
-    pixels = apply_view(pixels, view, patch_size, number)
+    pixels = apply_view(pixels, view, patch_size, index)
     return Swap(pixels, (annotation.caption, swap["foil"]), swap["kind"])
 
 
-def word_head(loaded: Loaded) -> MLMHead | None:
+def load_mlm_head(loaded: Loaded) -> MLMHead | None:
     """Return the MLM head of the model folder; None without one."""
     prefix = "mlm_head."
     state = {
@@ -159,17 +159,17 @@ def differing_words(ids: torch.Tensor, word_mask: torch.Tensor) -> torch.Tensor:
 
     ids: (2, N) int64; word_mask: (2, N) bool, True = a real word piece.
     """
-    words = [row[mask].tolist() for row, mask in zip(ids, word_mask)]
-    prefix = _common_length(words[0], words[1])
-    suffix = _common_length(words[0][prefix:][::-1], words[1][prefix:][::-1])
+    first, second = (row[mask].tolist() for row, mask in zip(ids, word_mask))
+    prefix = _common_prefix_length(first, second)
+    suffix = _common_prefix_length(first[prefix:][::-1], second[prefix:][::-1])
     differing = torch.zeros_like(word_mask)
-    for row, mask, sentence in zip(differing, word_mask, words):
-        row[mask.nonzero()[prefix : len(sentence) - suffix, 0]] = True
+    for row, mask in zip(differing, word_mask):
+        positions = mask.nonzero()[:, 0]
+        row[positions[prefix : len(positions) - suffix]] = True
     return differing
 
 
-def _common_length(first: list[int], second: list[int]) -> int:
-    """Return the length of the common prefix."""
+def _common_prefix_length(first: list[int], second: list[int]) -> int:
     shorter = min(len(first), len(second))
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), shorter)
 
@@ -202,15 +202,18 @@ def _word_scores(
     image: torch.Tensor,
     caption: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute log-probabilities (pairs,) of each caption's differing words, masked."""
+    """Compute the log-probability of each caption's masked `differing_words`: (pairs,).
+
+    image, caption: indices (pairs,) in `images` and `tokens`.
+    """
     model, device = loaded.model, image.device
     pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
-    mask = torch.cat([differing_words(ids, words) for ids, words in pairs])
-    masked = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
-    texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked)))
+    mask = torch.cat([differing_words(ids, word_mask) for ids, word_mask in pairs])
+    masked_ids = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
+    texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked_ids)))
     # `word_mask` still marks the masked words, as in training.
     states = model.cross(images.select(image), texts.select(caption), need_image=False)
-    embedding = model.text_encoder.word_table
-    logits = head.to(device)(states.text, embedding).float().log_softmax(-1)
-    log_p = logits.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
+    logits = head.to(device)(states.text, model.text_encoder.word_table)
+    all_log_p = logits.float().log_softmax(-1)
+    log_p = all_log_p.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
     return (log_p * mask.to(device)[caption]).sum(-1)

@@ -81,8 +81,7 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
         module.fused_attn = False  # type: ignore[assignment]
 
     def collect(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        # (B, heads, prefix + patches, prefix + patches); the encoder's grid may be a multiple of
-        # `grid`.
+        # (B, heads, prefix + patches, prefix + patches); the encoder's grid may be finer.
         (weights,) = inputs
         factor = isqrt(weights.shape[-1] // (grid[0] * grid[1]))
         encoder_grid = grid[0] * factor, grid[1] * factor
@@ -135,8 +134,10 @@ def centre_map(grid: tuple[int, int]) -> NDArray[np.float64]:
 
 
 def share_of_best(scores: NDArray[np.floating], inside: NDArray[np.bool_]) -> float:
-    """Return the share of the patches with the highest score that lie `inside`; shapes (M,)."""
-    # Ties share the point, so that a constant map has chance accuracy.
+    """Return the share of the highest-scored patches that lie `inside`; both (M,).
+
+    With several maxima a share between 0 and 1, so that a constant map has chance accuracy.
+    """
     best = scores == np.nanmax(scores, initial=-np.inf)
     return float(inside[best].mean()) if best.any() else 0.0
 
@@ -170,7 +171,7 @@ def pointer_figures(
     """
     shares = {name: np.array([word[name] for word in word_shares]) for name in word_shares[0]}
     values = {name: shares[name] for name in (*POINTERS, *CONTROLS) if name in shares}
-    # Selected on the evaluated words, which favours the control.
+    # The best control on the evaluated words: differences favour the control.
     best = max((name for name in CONTROLS if name in shares), key=lambda name: shares[name].mean())
     chances = dict.fromkeys(values, chance)
     for name in POINTERS:
@@ -309,10 +310,12 @@ SMALL = 0.1
 
 
 class _PointingSample(NamedTuple):
-    """Index of a sample, pixels (3, side, side), (width, height) of the image, and captions."""
+    """A sample with prepared image."""
 
     sample_index: int
+    # (3, side, side).
     pixels: torch.Tensor
+    # (width, height) of the image in pixels.
     size: tuple[int, int]
     captions: list[str]
     annotation: Annotation
@@ -388,8 +391,8 @@ def evaluate_pointing(
         kind: [word for word in words if word.kind == index] for index, kind in enumerate(KINDS)
     }
     if controls:
-        masks, indices = zip(*((word.inside, word.sample_index) for word in words))
-        for word, share in zip(words, mean_box_shares(masks, indices)):
+        masks, sample_indices = [w.inside for w in words], [w.sample_index for w in words]
+        for word, share in zip(words, mean_box_shares(masks, sample_indices)):
             word.shares["mean box"] = share
         by_kind["small object"] = [word for word in by_kind["object"] if word.share < SMALL]
     trained = loaded.model.match_is_trained or not controls
@@ -422,7 +425,7 @@ def _read_block(
             box for box in (*(annotation.boxes or ()), *word_boxes) if not overlaps(box, size)
         ]
         if outside:
-            where = f"{'/'.join(sample.image_identity)}: box {outside[0]} does not lie in the image"
+            where = f"{'/'.join(sample.image_identity)}: box {outside[0]} lies outside the image"
             block_samples.append(SkippedSample("bad annotation", where))
         else:
             pixels = preprocess(sample.image)
@@ -433,7 +436,7 @@ def _read_block(
 def _score_samples(
     loaded: Loaded, samples: Sequence[_PointingSample], device: torch.device, controls: bool
 ) -> tuple[list[WordPointing], torch.Tensor]:
-    """Score all words of the samples; return also `anchor_sums` (5, G), 0 without ACE-RPE."""
+    """Score all words of the samples; also return their `anchor_sums` (5, G), 0 without ACE-RPE."""
     model = loaded.model
     grid, groups = model.config.image.grid, model.config.cross.anchor.groups
     words: list[WordPointing] = []
@@ -460,10 +463,13 @@ def _score_samples(
             pairs = PairIndices(captions, torch.full_like(captions, row))
             paths = model.anchors(images, texts, pairs)
             assert paths is not None
-            threshold = model.path_settings.threshold
-            image_path, reachable = paths.image_path[:, 1:], paths.reachable
-            path_inputs = (paths.similarity, threshold, image_path, reachable, texts.word_mask)
-            sums += anchor_sums(*path_inputs).cpu()
+            sums += anchor_sums(
+                paths.similarity,
+                model.path_settings.threshold,
+                paths.image_path[:, 1:],
+                paths.reachable,
+                texts.word_mask,
+            ).cpu()
         maps = {}
         if controls:
             maps = {"cosine": cosine, "anchors": anchors, "centre": centre_map(grid)}
@@ -480,7 +486,7 @@ def _score_samples(
 
 
 def _paths(sums: torch.Tensor) -> PathFigures | None:
-    """Return path figures; None without sums."""
+    """Return path figures of `anchor_sums`; None if they are 0."""
     if not sums.any():
         return None
     return PathFigures(*(groups.mean().item() for groups in statistics_of_sums(sums)))
@@ -518,9 +524,8 @@ def score_words(
     words = [word for word in words_with_boxes(annotation) if word.kind in KINDS]
     word_boxes = [box for word in words for box in word.boxes]
     boxes = dict.fromkeys([*map(tuple, annotation.boxes or ()), *word_boxes])
-    patches_of = {box: patches_in_box(box, grid, size) for box in boxes}
-    objects = np.stack(list(patches_of.values())) if patches_of else np.zeros((0, 1), dtype=bool)
-    in_any_box = np.logical_or.reduce(objects, axis=0)
+    box_masks = {box: patches_in_box(box, grid, size) for box in boxes}
+    in_any_box = np.logical_or.reduce(list(box_masks.values()), axis=0)
     results = []
     for word in words:
         tokens_of_words = token_positions(pieces[word.caption_index])
@@ -528,11 +533,17 @@ def score_words(
         if word.word_index >= len(tokens_of_words):
             continue
         tokens = list(tokens_of_words[word.word_index])
-        # Several pieces: the mean. Ties count against the model: all best patches must lie inside.
+        # A word of several pieces has their mean. Ties count against the model: all best patches
+        # must lie in a box.
         scores = cosine[word.caption_index][:, tokens].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
-        in_box = np.logical_or.reduce([patches_of[box] for box in word.boxes])
+        in_box = np.logical_or.reduce([box_masks[box] for box in word.boxes])
         anchor_counts = anchors[word.caption_index][:, tokens].sum(axis=1)
+        shares = {}
+        for name, heat in maps.items():
+            is_of_text = heat.ndim > 1
+            word_heat = heat[word.caption_index][:, tokens].mean(axis=1) if is_of_text else heat
+            shares[name] = share_of_best(word_heat, in_box)
         results.append(
             WordPointing(
                 sample_index=sample_index,
@@ -543,51 +554,49 @@ def score_words(
                 any_share=float(in_any_box.mean()),
                 # Boxes of other objects may overlap the word's.
                 some_object=float(
-                    np.mean([(in_box & mask).sum() / mask.sum() for mask in objects])
+                    np.mean([(in_box & mask).sum() / mask.sum() for mask in box_masks.values()])
                 ),
                 anchors=int(anchor_counts.sum()),
                 anchors_inside=int(anchor_counts[in_box].sum()),
                 inside=in_box,
-                shares={
-                    name: share_of_best(
-                        heat[word.caption_index][:, tokens].mean(axis=1) if heat.ndim > 1 else heat,
-                        in_box,
-                    )
-                    for name, heat in maps.items()
-                },
+                shares=shares,
             )
         )
     return results
 
 
 def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
-    # Without the last two fields, which are no numbers.
-    fields = list(zip(WordPointing._fields, zip(*words)))[:-2]
-    column = {name: np.array(values, float) for name, values in fields}
-    _, image_index = np.unique(column["sample_index"], return_inverse=True)
-    with_anchors = column["anchors"] > 0
-    share_inside = column["anchors_inside"] / np.maximum(column["anchors"], 1)
-    values = [column["hit"], column["any_hit"], share_inside * with_anchors]
-    weights = [np.ones(len(words)), np.ones(len(words)), with_anchors.astype(np.float64)]
-    chances = [column["share"], column["any_share"], column["share"]]
-    figures: list[Figure | None] = []
-    for value, weight, chance in zip(values, weights, chances):
-        if not weight.any():
-            figures.append(None)
-            continue
-        sums = np.bincount(image_index, value)[:, None]
-        counts = np.bincount(image_index, weight)[:, None]
-        low, high = percentile_interval(bootstrap_means(sums, counts, resamples=resamples))
-        mean = value.sum() / weight.sum()
-        expected = (chance * weight).sum() / weight.sum()
-        figures.append(Figure(float(mean), float(low[0]), float(high[0]), float(expected)))
-    pointing, any_object, anchors = figures
-    # Every word has weight 1 in the first two figures.
-    assert pointing is not None
-    assert any_object is not None
+    def column(name: str) -> NDArray[np.float64]:
+        return np.array([getattr(word, name) for word in words], dtype=float)
+
+    samples = [word.sample_index for word in words]
+    _, image_index = np.unique(samples, return_inverse=True)
+    ones, share, num_anchors = np.ones(len(words)), column("share"), column("anchors")
+    pointing = _mean_figure(column("hit"), ones, share, image_index, resamples)
+    any_object = _mean_figure(column("any_hit"), ones, column("any_share"), image_index, resamples)
+    anchors, has_anchors = None, (num_anchors > 0).astype(float)
+    if has_anchors.any():
+        share_inside = column("anchors_inside") / np.maximum(num_anchors, 1)
+        anchors = _mean_figure(share_inside, has_anchors, share, image_index, resamples)
     controls = None
     if words[0].shares:
-        shares, samples = zip(*((word.shares, word.sample_index) for word in words))
+        shares = [word.shares for word in words]
         controls = pointer_figures(shares, pointing.chance, samples, resamples)
-    some_object = float(column["some_object"].mean())
+    some_object = float(column("some_object").mean())
     return KindFigures(len(words), pointing, some_object, any_object, anchors, controls)
+
+
+def _mean_figure(
+    values: NDArray[np.float64],
+    weights: NDArray[np.float64],
+    chances: NDArray[np.float64],
+    image_index: NDArray[np.int64],
+    resamples: int,
+) -> Figure:
+    """Compute the weighted mean over words, with an interval over images; arguments: (words,)."""
+    values = values * weights
+    sums = np.bincount(image_index, values)[:, None]
+    counts = np.bincount(image_index, weights)[:, None]
+    low, high = percentile_interval(bootstrap_means(sums, counts, resamples=resamples))
+    mean, chance = values.sum() / weights.sum(), (chances * weights).sum() / weights.sum()
+    return Figure(float(mean), float(low[0]), float(high[0]), float(chance))

@@ -142,18 +142,19 @@ def _of_kind(kind: str, sources: Sequence[Source]) -> list[tuple[Source, StoredR
 def _run_section(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> Iterator[Html]:
-    """Yield the elements of one run; `_samples` may add to `source.problems`, so read it last."""
+    """Yield the elements of one run."""
     yield element("p", f"{source.folder} {source.task or ''}", class_="note")
     facts = [*settings(source), *training_summary(source)]
     cells = (element("tr", element("th", k), element("td", v)) for k, v in facts)
     yield element("table", *cells, class_="facts")
     yield _row([_curve(title, lines) for title, lines in training_curves(source.log).items()])
     if shards and cases and source.model and not source.task:
-        yield from _samples(source, shards, cases, options)
+        yield from _examples(source, shards, cases, options)
+    # Last, as `_examples` may add problems.
     yield from (element("p", f"Problem: {note}.", class_="note") for note in source.problems)
 
 
-def _samples(
+def _examples(
     source: Source, shards: Sequence[str | Path], cases: int, options: EvalOptions
 ) -> list[Html]:
     """Return example retrievals of the run's model; errors are added to `source.problems`."""
@@ -169,23 +170,22 @@ def _samples(
 
 
 def retrieval_cases(gallery: Gallery, count: int) -> Iterator[Html]:
-    """Yield captions with the worst and best ranks by the dual encoder, and retrieved images."""
+    """Yield retrieved images of `count` captions with the worst ranks and `count` with the best."""
     collection = gallery.collection
-    owners = collection.image_of_text
-    ranking = search(collection.text_features, collection.image_features, owners[:, None], HITS)
-    order = np.argsort(ranking.ranks, kind="stable")
+    image_of_text = collection.image_of_text
+    dual = search(collection.text_features, collection.image_features, image_of_text[:, None], HITS)
+    order = np.argsort(dual.ranks, kind="stable")
     for title, queries in (("Worst", order[::-1]), ("Best", order)):
         yield element("h4", f"{title}, text → image")
-        # One caption per image.
-        _, first = np.unique(owners[queries], return_index=True)
+        # The first caption of each image.
+        _, first = np.unique(image_of_text[queries], return_index=True)
         for query in queries[np.sort(first)[:count]]:
-            target, caption = gallery.image(int(owners[query])), collection.captions[query]
-            rank = f"rank of its image: {ranking.ranks[query] + 1} of {len(gallery)}"
-            images = [(draw_boxes(target.image), f"its image; {rank}")]
-            for position, (image, similarity) in enumerate(
-                zip(ranking.nearest[query], ranking.similarities[query])
-            ):
-                label = f"rank {position + 1}, similarity {similarity:.2f}"
+            target, caption = gallery.image(int(image_of_text[query])), collection.captions[query]
+            rank_text = f"rank of its image: {dual.ranks[query] + 1} of {len(gallery)}"
+            images = [(draw_boxes(target.image), f"its image; {rank_text}")]
+            nearest = zip(dual.nearest[query], dual.similarities[query])
+            for rank, (image, similarity) in enumerate(nearest, 1):
+                label = f"rank {rank}, similarity {similarity:.2f}"
                 images.append((draw_boxes(gallery.image(int(image)).image), label))
             yield element("p", caption)
             yield _images(images)
@@ -207,12 +207,13 @@ def training_curves(log: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
 
 
 def _line(log: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """Return (step, value) points; NaN, a gap in the curve, for values that are no numbers."""
-    points = ((row["step"], row[name]) for row in log if name in row)
-    return [
-        (step, float(y) if isinstance(y, int | float) and math.isfinite(y) else math.nan)
-        for step, y in points
-    ]
+    """Return (step, value) points; NaN, a gap in the curve, for a value that is not a number."""
+    points = []
+    for row in log:
+        if name in row:
+            is_number = isinstance(row[name], int | float) and math.isfinite(row[name])
+            points.append((row["step"], float(row[name]) if is_number else math.nan))
+    return points
 
 
 def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> Html:

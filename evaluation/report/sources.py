@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 
 from evaluation.results import Figure, figures_by_stage, reranked_top
@@ -21,8 +21,8 @@ from vlp.training.run_folder import read_log
 
 EXPECTED_FILES = f"KIND.json, {WEIGHTS}, log.jsonl, report.json or config.yaml, or best/ or model/"
 _MODELS = ("best", "model")
-# Integers of a result that are no counts of items.
-_NO_COUNTS = {"rerank", "bank_shared"}
+# Integers of a result that do not count items.
+_NOT_COUNTS = {"rerank", "bank_shared"}
 # Folders inside a run.
 _INNER = {"best", "model", "evaluation"}
 # Dotted keys of config.yaml in the order of the report, and their labels.
@@ -75,7 +75,7 @@ class Source:
 def read_sources(folders: Sequence[str | Path]) -> list[Source]:
     """Read every folder."""
     paths = [Path(folder) for folder in folders]
-    return [_read(path, name) for path, name in zip(paths, short_names(paths))]
+    return [_read_source(path, name) for path, name in zip(paths, short_names(paths))]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -98,10 +98,10 @@ def settings(source: Source) -> list[tuple[str, str]]:
 
 def training_summary(source: Source) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of the training from report.json, else from the log's last line."""
-    training, last = source.training, source.log[-1] if source.log else {}
+    training = source.training
     if not training:
-        if "step" in last:
-            yield "ended", f"not yet, or killed; the last logged step is {last['step']}"
+        if source.log and "step" in source.log[-1]:
+            yield "ended", f"not yet, or killed; the last logged step is {source.log[-1]['step']}"
         return
     ended, step, total = (training.get(name) for name in ("ended", "step", "total_steps"))
     yield "ended", f"{ended} at step {step} of {total}"
@@ -115,10 +115,9 @@ def training_summary(source: Source) -> Iterator[tuple[str, str]]:
     for name in ("device", "ranks", "best", "non_finite_steps", "resumed_at_steps"):
         if training.get(name):
             yield name.replace("_", " "), _text_of(training[name])
-    skipped, examples = (
-        entry if isinstance(entry := training.get(name), Mapping) else {}
-        for name in ("skipped_samples", "skipped_examples")
-    )
+    skipped, examples = training.get("skipped_samples"), training.get("skipped_examples")
+    skipped = skipped if isinstance(skipped, Mapping) else {}
+    examples = examples if isinstance(examples, Mapping) else {}
     for kind, count in skipped.items():
         details = "; ".join(map(str, examples.get(kind, ())))
         yield f"skipped: {kind}", f"{count}: {details}".rstrip(": ")
@@ -138,11 +137,11 @@ def _text_of(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _read(folder: Path, name: str) -> Source:
+def _read_source(folder: Path, name: str) -> Source:
     if not folder.is_dir():
         raise EvaluationError(f"{folder}: there is no such folder")
     source = Source(folder, name)
-    folders = [folder, *(folder / name for name in _MODELS)]
+    folders = [folder, *(folder / model for model in _MODELS)]
     folders += [folder.absolute().parent] if folder.name == "evaluation" else []
     source.model = next(
         (path for path in folders if (path / WEIGHTS).is_file() and (path / CONFIG).is_file()), None
@@ -151,26 +150,27 @@ def _read(folder: Path, name: str) -> Source:
     for run in (folder.absolute(), *folder.absolute().parents[:2]):
         if any((run / file).is_file() for file in ("log.jsonl", "config.yaml")):
             if set(folder.absolute().relative_to(run).parts) <= _INNER:
-                source.config = redact_values(_mapping(run / "config.yaml", source))
-                source.log, bad = read_log(run / "log.jsonl")
-                if bad:
-                    source.problems.append(f"{run / 'log.jsonl'}: {bad} lines cannot be read")
-                source.training = _mapping(run / "report.json", source)
+                source.config = redact_values(_read_mapping(run / "config.yaml", source))
+                source.log, num_damaged = read_log(run / "log.jsonl")
+                if num_damaged:
+                    problem = f"{run / 'log.jsonl'}: {num_damaged} lines cannot be read"
+                    source.problems.append(problem)
+                source.training = _read_mapping(run / "report.json", source)
             break
-    source.results = list(_results(folder, source))
+    source.results = list(_read_results(folder, source))
     if not (source.model or source.config or source.log or source.training or source.results):
         if (folder / "all.md").is_file():
             raise EvaluationError(f"{folder} holds a suite: its tables are in {folder / 'all.md'}")
         damaged = f" ({'; '.join(source.problems)})" if source.problems else ""
         raise EvaluationError(f"{folder}: nothing to report{damaged}; looked for {EXPECTED_FILES}")
     if source.model is not None:
-        task = _mapping(source.model / TASK, source).get("task")
+        task = _read_mapping(source.model / TASK, source).get("task")
         source.task = task.get("kind") if isinstance(task, dict) else None
     return source
 
 
-def _mapping(file: Path, source: Source) -> dict[str, Any]:
-    """Read JSON or YAML; return {} without the file, or if damaged, with a line in `problems`."""
+def _read_mapping(file: Path, source: Source) -> dict[str, Any]:
+    """Read JSON or YAML; return {} if the file is missing, or damaged (added to `problems`)."""
     parse = parse_yaml if file.suffix == ".yaml" else parse_json
     try:
         content = parse(file.read_text(encoding="utf-8"))
@@ -182,20 +182,20 @@ def _mapping(file: Path, source: Source) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _results(folder: Path, source: Source) -> Iterator[StoredResult]:
+def _read_results(folder: Path, source: Source) -> Iterator[StoredResult]:
     excluded = {CONFIG, TASK, "report.json"}
     inner = (p for m in _MODELS for p in (folder / "evaluation" / m, folder / m / "evaluation"))
     for directory in (folder, results_folder(folder), folder / "evaluation", *inner):
         for file in sorted(directory.glob("*.json")):
-            # Of several results of a kind the first counts: best/ comes before model/.
+            # Only the first result of a kind: best/ comes before model/.
             if file.name not in excluded and (result := read_result(file, source)) is not None:
                 excluded.add(file.name)
                 yield result
 
 
 def read_result(file: Path, source: Source) -> StoredResult | None:
-    """Read a result; return None if the file has no figures or is damaged (`source.problems`)."""
-    content = _mapping(file, source)
+    """Read a result; return None without figures, or if damaged (added to `source.problems`)."""
+    content = _read_mapping(file, source)
     figures = content.get("figures", content.get("kinds"))
     if file.stem == "vision" and "task" not in content:
         figures, content = content, {"task": "vision"}
@@ -203,20 +203,20 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
     try:
         variants = (
-            _by_label(figures_by_stage(figures), content)
+            _label_stages(figures_by_stage(figures), content)
             if isinstance(figures, list)
-            else {"": dict(_figures(figures, ""))}
+            else {"": dict(_flatten_figures(figures, ""))}
         )
-        values = [v for stage in variants.values() for figure in stage.values() for v in figure]
-        if not values:
+        figures_of_all = [figure for stage in variants.values() for figure in stage.values()]
+        if not figures_of_all:
             raise ValueError("it has no figures")
-        if not all(map(math.isfinite, values)):
+        if not np.isfinite(figures_of_all).all():
             raise ValueError("it has figures that are not finite")
         return StoredResult(
             kind=content["task"],
             variants=variants,
             # Integers at the top level count evaluated items.
-            counts={k: v for k, v in content.items() if type(v) is int and k not in _NO_COUNTS},
+            counts={k: v for k, v in content.items() if type(v) is int and k not in _NOT_COUNTS},
             shards=tuple(map(str, content.get("shards") or ())),
             skipped=dict(content.get("skipped") or {}),
             notes=tuple(map(str, content.get("notes") or ())),
@@ -226,20 +226,21 @@ def read_result(file: Path, source: Source) -> StoredResult | None:
         return None
 
 
-def _by_label(stages: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def _label_stages(stages: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     rerank, images, texts = (content.get(name) or 0 for name in ("rerank", "images", "texts"))
     top = reranked_top(rerank, images, texts) if images or texts else rerank
     labels = {"dual": "dual encoder", "rerank": f"re-ranked top {top}"}
     return {labels.get(stage, stage): figures for stage, figures in stages.items()}
 
 
-def _figures(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
+def _flatten_figures(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
+    """Yield the figures of nested objects; names are joined by ` / `."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value.keys() >= {"value", "low", "high"}:
             figure = Figure(*(float(value[field]) for field in Figure._fields))
             yield (prefix + name).replace("_", " "), figure
         elif isinstance(value, Mapping):
-            yield from _figures(value, f"{prefix}{name} / ")
+            yield from _flatten_figures(value, f"{prefix}{name} / ")
         elif isinstance(value, int | float) and not prefix:
             # A figure of a vision model, in percent and without an interval.
             yield name, Figure(value / 100, value / 100, value / 100, 0.0)

@@ -22,15 +22,15 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     candidate, bank: unit features (., d), the bank's of the queries q. A small temperature weights
     the nearest queries. Returns (candidates,) float32, in units of the similarity.
     """
-    count = torch.tensor(float(len(bank))).log()
-    # The mean, not the sum: the log-mass does not grow with the bank.
+    # Of the mean, not the sum, so that the log-mass does not grow with the bank.
+    log_count = torch.tensor(float(len(bank))).log()
     masses = []
     for chunk in candidate.split(_CANDIDATE_CHUNK):
         parts = [
             (similarity(chunk, queries).double() / temperature).logsumexp(1)
             for queries in bank.split(_QUERY_CHUNK)
         ]
-        masses.append(temperature * (torch.stack(parts).logsumexp(0) - count))
+        masses.append(temperature * (torch.stack(parts).logsumexp(0) - log_count))
     return torch.cat(masses).float()
 
 
@@ -38,7 +38,7 @@ def normalised_features(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return features (., d + 1); their products are similarities minus the log-mass."""
-    # A channel more subtracts the log-mass, so that `search` needs no change.
+    # The additional channel subtracts the log-mass, so that `search` needs no change.
     ones = query.new_ones(len(query), 1)
     masses = log_mass(candidate, bank, temperature).to(candidate)
     return torch.cat([query, ones], dim=1), torch.cat([candidate, -masses[:, None]], dim=1)

@@ -60,8 +60,8 @@ def search(
     top = min(top, len(candidate))
     starts = range(0, len(query), query_chunk)
 
-    def search_chunk(number: int) -> Search:
-        rows = slice(starts[number], starts[number] + query_chunk)
+    def search_chunk(chunk: int) -> Search:
+        rows = slice(starts[chunk], starts[chunk] + query_chunk)
         chunk_positives = torch.from_numpy(positives[rows]).to(query.device)
         return _search_chunk(query[rows], candidate, chunk_positives, top, candidate_chunk)
 
@@ -99,7 +99,7 @@ def _search_chunk(
 
 
 def _best_similarity(query: Tensor, candidate: Tensor, positives: Tensor) -> Tensor:
-    """Return each query's similarity to its best positive, (queries,); -inf if all are NaN."""
+    """Return each query's similarity to its best positive, (queries,); -inf if every one is NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
     for indices in positives.T:
         features = candidate[indices.clamp(min=0)]
@@ -148,10 +148,10 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePair
 
 def match_pairs(
     pairs: CandidatePairs,
-    match: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
+    scorer: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]],
     group: NDArray[np.int64],
     order: NDArray[np.int64],
-    batch: int,
+    match_batch: int,
     *,
     processes: ProcessGroup | None = None,
     on_batch: Callable[[int], object] = lambda pairs: None,
@@ -159,30 +159,31 @@ def match_pairs(
     """Compute the match scores of pairs, (P,) float32; processes split the batches.
 
     Args:
-        match: image and text indices of at most `batch` pairs, of one group -> (pairs,).
-        group: (P,) group number of each pair; groups run in the order of their numbers.
-        order: (P,) sort key within a group before it is cut into batches.
+        scorer: maps image and text indices (pairs,) of a batch to its match scores (pairs,).
+        group: (P,) group number of each pair; a batch has pairs of one group. Groups run in the
+            order of their numbers.
+        order: (P,) sort key of the pairs in a group.
+        match_batch: maximum pairs of a batch.
         on_batch: called with the number of pairs of each batch.
     """
     processes = processes or ProcessGroup.current()
+    # Indices of pairs by group, then by `order`.
     by_group = np.lexsort((order, group))
     ends = np.flatnonzero(np.diff(group[by_group])) + 1
-    # A group is cut into batches of equal size: a last batch of a few pairs would waste a call.
-    batches = [
-        indices
-        for group_indices in np.split(by_group, ends)
-        if len(group_indices)
-        for indices in np.array_split(group_indices, -(-len(group_indices) // batch))
-    ]
+    batches: list[NDArray[np.int64]] = []
+    for group_indices in np.split(by_group, ends):
+        # Batches of about equal size: a last batch of a few pairs would waste a call.
+        num_batches = -(-len(group_indices) // match_batch)
+        batches += np.array_split(group_indices, num_batches) if num_batches else []
 
-    def match_batch(number: int) -> NDArray[np.float32]:
+    def score_batch(number: int) -> NDArray[np.float32]:
         indices = batches[number]
-        scores = match(pairs.image[indices], pairs.text[indices])
+        scores = scorer(pairs.image[indices], pairs.text[indices])
         on_batch(len(indices))
         return scores
 
     match_scores = np.empty(len(by_group), dtype=np.float32)
-    for indices, scores in zip(batches, processes.map_blocks(len(batches), match_batch)):
+    for indices, scores in zip(batches, processes.map_blocks(len(batches), score_batch)):
         match_scores[indices] = scores
     return match_scores
 
@@ -194,9 +195,9 @@ def look_up(
     image: NDArray[np.int64],
     text: NDArray[np.int64],
 ) -> NDArray[np.float32]:
-    """Return the match scores of the pairs (image, text), indices of equal shape, in that shape.
+    """Return the match scores of (image, text) pairs, in the shape that both index arrays share.
 
-    match_scores: (P,), of `pairs`, which contain all the pairs asked for.
+    match_scores: (P,), of `pairs`, which must contain every (image, text).
     """
     index = np.searchsorted(pairs.image * num_texts + pairs.text, image * num_texts + text)
     return match_scores[index]
@@ -205,7 +206,7 @@ def look_up(
 def reranked_ranks(
     dual: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return ranks after re-ordering the nearest candidates by new `scores` (queries, top).
+    """Return ranks (queries,) from 0, the nearest candidates sorted by `scores` (queries, top).
 
     Ties and NaN count against the model. positives: (queries, max_positives), padded with -1.
     """
@@ -214,7 +215,8 @@ def reranked_ranks(
         axis=1, keepdims=True, initial=-np.inf
     )
     num_ahead = (~(scores < best) & ~is_positive).sum(axis=1)
-    # Other candidates stay behind the nearest: a positive among them keeps its dual-encoder rank.
+    # The nearest stay ahead of other candidates, so a query without a positive among its nearest
+    # keeps its dual-encoder rank.
     return np.where(is_positive.any(axis=1), num_ahead, dual.ranks)
 
 
@@ -235,7 +237,7 @@ def listwise_losses(
 def _is_positive(nearest: NDArray[np.int64], positives: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mark entries of `nearest` (queries, top) that are in `positives` (queries, max_positives)."""
     is_positive = np.zeros(nearest.shape, dtype=bool)
-    # By columns: a caption of many images would need a large (queries, top, max_positives).
+    # Column by column: a mask (queries, top, max_positives) is large if a caption has many images.
     for column in positives.T:
         is_positive |= (nearest == column[:, None]) & (column[:, None] != PADDING)
     return is_positive
@@ -301,8 +303,8 @@ class PairScorer:
         encoded = self.encoded
         with torch.no_grad(), evaluation_autocast(encoded.device, encoded.precision):
             prepared = self._prepare_image(int(image[0]))
-            first, texts = self._prepare_bucket(int(self._bucket_of_text[text[0]]))
-            rows = torch.from_numpy(self._sorted_index[text] - first).to(encoded.device)
+            bucket_start, texts = self._prepare_bucket(int(self._bucket_of_text[text[0]]))
+            rows = torch.from_numpy(self._sorted_index[text] - bucket_start).to(encoded.device)
             pair_texts = texts.select(rows, int(self._length[text].max()))
             log_odds = encoded.itm_scorer.match(prepared, pair_texts)
         return log_odds.float().cpu().numpy()
@@ -322,18 +324,18 @@ class PairScorer:
         if self._prepared_bucket[0] != bucket:
             self._prepared_bucket = (-1, None)
             blocks = np.flatnonzero(self._bucket_of_block == bucket)
-            parts = (self.encoded.texts[int(block)].features for block in blocks)
-            prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in parts]
-            first = int(blocks[0]) * self.encoded.batch
-            self._prepared_bucket = (bucket, (first, type(prepared[0]).stack(prepared)))
+            features = (self.encoded.texts[int(block)].features for block in blocks)
+            prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in features]
+            bucket_start = int(blocks[0]) * self.encoded.batch
+            self._prepared_bucket = (bucket, (bucket_start, type(prepared[0]).stack(prepared)))
         return self._prepared_bucket[1]
 
 
 def assign_buckets(lengths: NDArray[np.int64], batch: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return the bucket of each block of `batch` texts, counted from 0.
+    """Return the bucket, from 0, of each block of `batch` texts: (blocks,).
 
-    lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: upper
-    bound of a bucket, padded to its longest block; a single block may exceed it.
+    lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: maximum tokens
+    of a bucket's texts, padded to its longest block; a single block may exceed it.
     """
     bucket = np.zeros(len(lengths), dtype=np.int64)
     # First block of the current bucket.

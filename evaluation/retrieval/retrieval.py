@@ -19,8 +19,8 @@ from evaluation.results import (
     Figure,
     Result,
     Table,
-    cut_notes,
     reranked_top,
+    truncation_notes,
     untrained_match_notes,
 )
 from evaluation.retrieval.query_bank import normalised_features
@@ -59,15 +59,15 @@ def positive_ranks(
     bank_temperature: float = BANK_TEMPERATURE,
     add_match_stage: bool = False,
 ) -> tuple[dict[tuple[str, str], NDArray[np.int64]], dict[tuple[str, str], NDArray[np.float64]]]:
-    """Return ranks from 0 of each query's best positive, and `listwise_losses` of re-ranking.
+    """Return each query's rank, from 0, of its best positive, and the `listwise_losses`.
 
-    Both are (queries,) by (stage, direction); without `rerank` there are no losses.
+    Both are arrays (queries,) by (stage, direction); losses are empty without `rerank`.
 
     Args:
-        rerank: number of nearest candidates that are scored again by similarity / temperature +
-            match score; without a temperature, by the match score alone.
+        rerank: number of nearest candidates to re-rank by similarity / temperature + match score;
+            without a temperature, by the match score alone.
         bank: queries for query-bank normalisation of the similarities.
-        add_match_stage: rank by the match score alone, too, as stage `match`.
+        add_match_stage: also return ranks by the match score alone, as stage `match`.
     """
     processes = processes or ProcessGroup.current()
     positives = dict(zip(DIRECTIONS, collection.positives()))
@@ -97,8 +97,8 @@ def positive_ranks(
             losses["match", direction] = listwise_losses(dual.nearest, scores, direction_positives)
             if add_match_stage:
                 all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
-            # ITM negatives are drawn in proportion to exp(similarity / temperature), so ITM
-            # log-odds compare a pair with such negatives; with the similarity added, with all.
+            # Training draws ITM negatives in proportion to exp(similarity / temperature), so the
+            # log-odds compare a pair with similar negatives only; the sum, with all candidates.
             if temperature is not None:
                 scaled = dual.similarities.astype(np.float64) / temperature
                 losses["dual", direction] = listwise_losses(
@@ -147,7 +147,7 @@ def _match_scores(
 
 
 class StoredSamples(Samples):
-    """Samples whose images are, if `features` are given, their stored features, unaugmented."""
+    """Samples with unaugmented stored features in place of images; without `features`, images."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class StoredSamples(Samples):
         if self._stored is None:
             return super()._image(index, data, where, min_size)
         folder, shard, sample, _ = self._items.locate(index)
-        # Raises BadSample if the image could not be encoded, DataError if it has changed since.
+        # `views` raises BadSample if the image could not be encoded, DataError if it has changed.
         self._stored[folder].views(shard, sample, data, False, where)
         return self._stored[folder].read(shard, sample, view=0)
 
@@ -173,10 +173,10 @@ class StoredSamples(Samples):
 def query_rows(
     ranks: Mapping[str, NDArray[np.int64]], direction: str, collection: Collection
 ) -> list[dict[str, Any]]:
-    """Return a row for each query of one direction; `ranks` (queries,) count from 0, by stage.
+    """Return a row for each query of one direction; `ranks`: (queries,) from 0, by stage.
 
-    Rows hold `direction`, the image's `key` and `image`; for a caption also `caption` (its index
-    within the image) and `text`; and `ranks` of the best-ranked positive by stage, from 1.
+    Rows hold `direction`, `key` of the image's first sample and `image`; for a caption also
+    `caption` (its index within the image) and `text`; and `ranks` by stage, from 1.
     """
     queries: list[dict[str, Any]] = [
         {"key": sample.key, "image": "/".join(sample.image_identity)}
@@ -190,14 +190,11 @@ def query_rows(
             {**queries[image], "caption": int(index), "text": text}
             for image, index, text in zip(images, caption_indices, collection.captions)
         ]
-    return [
-        {
-            "direction": direction,
-            **query,
-            "ranks": {stage: int(stage_ranks[row]) + 1 for stage, stage_ranks in ranks.items()},
-        }
-        for row, query in enumerate(queries)
-    ]
+    rows = []
+    for row, query in enumerate(queries):
+        query_ranks = {stage: int(stage_ranks[row]) + 1 for stage, stage_ranks in ranks.items()}
+        rows.append({"direction": direction, **query, "ranks": query_ranks})
+    return rows
 
 
 Stage = Literal["dual", "rerank", "match"]
@@ -206,9 +203,9 @@ MEAN = "mean"
 
 
 class RetrievalResult(Result):
-    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean"), for direction "both" the mean.
+    """Recall by (stage, direction, "R@1" | "R@5" | "R@10" | "mean").
 
-    Predictions are the `query_rows`, with the key of the image's first sample.
+    Direction "both" has only "mean". Predictions are the `query_rows`.
     """
 
     @property
@@ -225,7 +222,7 @@ class RetrievalResult(Result):
         return self.figures[stage, direction, MEAN]
 
     def table(self) -> Table:
-        """Return recall in percent with intervals, and chance."""
+        """Return recalls in percent with intervals, a row per direction and stage, and chance."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
         rows = []
         for direction in DIRECTIONS:
@@ -273,21 +270,22 @@ def evaluate_retrieval(
 ) -> RetrievalResult:
     """Evaluate recall on the shards; the same for any number of ranks.
 
-    Re-ranking adds the match score, the cross-modal log-odds, to similarity / temperature ("sum")
-    or ranks by it alone ("match", as ALBEF does). Ranks of either are stage `rerank`; "both" is the
-    sum, and ranks by the match score alone are stage `match`. List losses are `match` without the
-    similarity, `rerank` with it, `dual` of it alone. The result notes an untrained match head.
-
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
             image with several captions.
-        rerank: candidates of each query that the cross-modal encoder scores; 0 disables it.
-        temperature: of the similarity in "sum"; None is the model's.
+        rerank: number of each query's nearest candidates to re-rank as stage `rerank`; 0: none.
+        rerank_by: "sum" ranks by similarity / temperature + match score, the log-odds of the
+            cross-modal encoder; "match" by the match score alone, as ALBEF does; "both" as "sum",
+            and by the match score alone as a further stage `match`.
+        temperature: divides the similarity in the sum; None: the model's.
         match_batch: maximum pairs of a cross-modal call; None: 64 on a CPU, 1,024 elsewhere.
         memory: bytes of token states kept for re-ranking, for images and for captions each.
         features: folders with stored features by the model's frozen tower (`vlp data features`) for
             all shards, the bank's included; images are then never decoded.
         bank: shard folders of other pairs, such as training pairs, for query-bank normalisation.
+
+    `facts["list_loss"]` of the result is the mean `listwise_losses` by "SCORE/DIRECTION", with
+    `dual` for the similarity, `match` for the match score and `rerank` for the sum.
     """
     if rerank < 0:
         raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
@@ -315,10 +313,8 @@ def evaluate_retrieval(
             bank_samples = StoredSamples(bank, None, stored, loaded.preprocess)
             bank_encoder = Encoder(loaded, bank_samples, options, torch_device)
             bank_collection = bank_encoder.collect(processes, "bank")
-            bank_images, images = (
-                {sample.image_identity for sample in part.samples}
-                for part in (bank_collection, collection)
-            )
+            bank_images = {sample.image_identity for sample in bank_collection.samples}
+            images = {sample.image_identity for sample in collection.samples}
             common_images = len(bank_images & images)
         with encoder.prefetch_images():
             all_ranks, losses = positive_ranks(
@@ -370,7 +366,7 @@ def evaluate_retrieval(
             f"{collection.copies} images without image_id are byte-identical to an earlier one, "
             "whose captions count as wrong; give both one image_id."
         )
-    notes += cut_notes(collection.cut, len(collection.text_features), "captions")
+    notes += truncation_notes(collection.num_truncated, len(collection.text_features), "captions")
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image_features), "texts": len(collection.text_features)},
@@ -427,8 +423,8 @@ def _figures(
         resampled = _with_means(bootstrap_means(hits, queries, resamples=resamples))
         low, high = percentile_interval(resampled)
         chance = _with_means(np.array([chances["text_to_image"] + chances["image_to_text"]]))[0]
-        columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
-        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in columns]
+        names = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        keys: list[tuple[str, str]] = [(side, name) for side in DIRECTIONS for name in names]
         for column, key in enumerate([*keys, ("both", MEAN)]):
             cells = (array[column] for array in (point, low, high, chance))
             figures[stage, *key] = Figure(*map(float, cells))
@@ -436,7 +432,7 @@ def _figures(
 
 
 def _with_means(recalls: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Insert after each direction's recalls (., 2 x k) their mean; append the mean of both."""
+    """Insert each direction's mean after its half of the recalls (., 2 x k); append their mean."""
     parts = np.split(recalls, 2, axis=1)
     means = [part.mean(axis=1, keepdims=True) for part in parts]
     return np.concatenate([parts[0], means[0], parts[1], means[1], sum(means) / 2], axis=1)

@@ -38,7 +38,7 @@ class ItemDifference(NamedTuple):
     p: float
     # Two-sided exact p of McNemar's test; None for values other than 0 or 1.
     mcnemar: float | None
-    # Number of items where the first is higher, where the second is, and of all items.
+    # Numbers of items: with a higher first value, with a higher second value, and all.
     only_first: int
     only_second: int
     items: int
@@ -93,32 +93,32 @@ def sign_flip_p(
         return 1.0
     # Sums that differ by rounding alone count as equal.
     observed = abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
-    # Few differences: all signs. More: random signs, with the data as one more draw (+ 1).
+    # Exact over all sign patterns if they are few; else random signs, the data counted as a draw.
     if len(nonzero) <= 12:
         bits = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1
         return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
     generator = np.random.default_rng(seed)
-    step, extreme = max(1, _MAX_SIGNS // len(nonzero)), 0
-    for start in range(0, permutations, step):
-        size = (min(step, permutations - start), len(nonzero))
+    chunk, num_extreme = max(1, _MAX_SIGNS // len(nonzero)), 0
+    for start in range(0, permutations, chunk):
+        size = (min(chunk, permutations - start), len(nonzero))
         signs = 1 - 2 * generator.integers(0, 2, size=size, dtype=np.int8)
-        extreme += int((np.abs(signs @ nonzero) >= observed).sum())
-    return (1 + extreme) / (1 + permutations)
+        num_extreme += int((np.abs(signs @ nonzero) >= observed).sum())
+    return (1 + num_extreme) / (1 + permutations)
 
 
 def _mcnemar(first: NDArray[np.floating], second: NDArray[np.floating]) -> float | None:
     """Return the two-sided exact p of McNemar's test; None unless all values are 0 or 1."""
     if not np.isin(first, (0, 1)).all() or not np.isin(second, (0, 1)).all():
         return None
-    lost, won = int((first > second).sum()), int((second > first).sum())
-    if lost + won == 0:
+    only_first, only_second = int((first > second).sum()), int((second > first).sum())
+    if only_first + only_second == 0:
         return 1.0
-    return float(stats.binomtest(won, lost + won).pvalue)
+    return float(stats.binomtest(only_second, only_first + only_second).pvalue)
 
 
 SUFFIX = ".predictions.jsonl"
 # Items that an error lists.
-_LISTED = 5
+_MAX_LISTED = 5
 _NLVR2_LABELS = {"True", "False"}
 
 Row = dict[str, Any]
@@ -127,7 +127,7 @@ ItemKey = tuple[Any, ...]
 # Value of each item, by figure.
 Values = dict[str, dict[ItemKey, float]]
 
-# Type of a row, the first of these fields that it has -> fields that identify its item.
+# The type of a row is the first of these fields that it has; its item has the fields on the right.
 _KEY_FIELDS = {
     "direction": ("direction", "key", "caption", "text"),
     "question_id": ("key", "question_id", "question"),
@@ -152,8 +152,8 @@ class ResultComparison:
         """Return a row per figure, in percent."""
         rows = []
         for name, result in self.differences.items():
-            points = (100 * value for value in (result.difference, result.low, result.high))
-            interval = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*points)
+            percents = (100 * value for value in (result.difference, result.low, result.high))
+            interval = "{:+.1f} [{:+.1f}, {:+.1f}]".format(*percents)
             rows.append(
                 [
                     name,
@@ -205,14 +205,15 @@ def compare(
     task: KIND, needed if both folders hold several.
     """
     files = _predictions_files(Path(first), Path(second), task)
-    predictions = [_read_scored(file) for file in files]
-    row_type, second_type = (_row_type(rows[0], file) for rows, file in zip(predictions, files))
-    if row_type != second_type:
+    first_rows, second_rows = map(_read_scored, files)
+    row_type = _row_type(first_rows[0], files[0])
+    if row_type != _row_type(second_rows[0], files[1]):
         raise EvaluationError(f"{files[0]} and {files[1]} are results of different tasks")
-    first_rows, second_rows = (_rows_by_item(rows, row_type) for rows in predictions)
-    _require_same_items(first_rows, second_rows, files)
-    images = {item: row.get("image", row["key"]) for item, row in first_rows.items()}
-    first_figures, second_figures = (_values(rows, row_type) for rows in (first_rows, second_rows))
+    first_items = _rows_by_item(first_rows, row_type)
+    second_items = _rows_by_item(second_rows, row_type)
+    _require_same_items(first_items, second_items, files)
+    images = {item: row.get("image", row["key"]) for item, row in first_items.items()}
+    first_figures, second_figures = _values(first_items, row_type), _values(second_items, row_type)
     differences = {}
     for name, first_values in first_figures.items():
         second_values = second_figures.get(name, {})
@@ -221,6 +222,7 @@ def compare(
         differences[name] = item_difference(
             np.array(list(first_values.values())),
             np.array([second_values[item] for item in first_values]),
+            # A sentence of NLVR2's consistency has no image of its own: it is its own cluster.
             [images.get(item, item) for item in first_values],
             resamples=resamples,
             permutations=permutations,
@@ -251,7 +253,7 @@ def _files_by_task(path: Path) -> dict[str, Path]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        # The first folder with predictions counts.
+        # Of the first folder with predictions.
         files = next(filter(None, (sorted(folder.glob(f"*{SUFFIX}")) for folder in folders)), [])
     else:
         raise EvaluationError(f"{path}: there is neither a folder nor a file of results")
@@ -309,10 +311,10 @@ def _require_same_items(
 ) -> None:
     problems = []
     for required, available, file in ((second, first, files[0]), (first, second, files[1])):
-        missing = [_item_text(item) for item in required if item not in available]
+        missing = [_format_item(item) for item in required if item not in available]
         if missing:
-            more = f" and {len(missing) - _LISTED} more" if len(missing) > _LISTED else ""
-            problems.append(f"{file} lacks {', '.join(missing[:_LISTED])}{more}")
+            more = f" and {len(missing) - _MAX_LISTED} more" if len(missing) > _MAX_LISTED else ""
+            problems.append(f"{file} lacks {', '.join(missing[:_MAX_LISTED])}{more}")
     if problems:
         raise EvaluationError(
             f"not the same items: {'; '.join(problems)}. Evaluate both models on the same shards"
@@ -320,12 +322,12 @@ def _require_same_items(
     for item, row in first.items():
         if row.get("label") != second[item].get("label"):
             raise EvaluationError(
-                f"not the same labels: {_item_text(item)} is {row.get('label')} in {files[0]} and "
-                f"{second[item].get('label')} in {files[1]}"
+                f"not the same labels: {_format_item(item)} is {row.get('label')} in {files[0]} "
+                f"and {second[item].get('label')} in {files[1]}"
             )
 
 
-def _item_text(item: ItemKey) -> str:
+def _format_item(item: ItemKey) -> str:
     return " ".join(str(part) for part in item[:-1] if part is not None)
 
 
@@ -351,7 +353,7 @@ def _recalls(row: Row) -> dict[str, float]:
 
 
 def _consistency(rows: dict[ItemKey, Row]) -> dict[ItemKey, float]:
-    """Compute NLVR2's consistency by sentence: 1 if the model is right on all its image pairs."""
+    """Return 1 for sentences of NLVR2 with right answers for all their image pairs, else 0."""
     correct: dict[ItemKey, float] = {}
     for row in rows.values():
         sentence = ("sentence", sentence_of(row))

@@ -89,6 +89,7 @@ class SuiteConfig(Config):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"two models are called {name!r}")
+        # Name of the first model with a label, and its data.
         first: dict[str, tuple[str, Any]] = {}
         for entry in self.models:
             for job in entry.tasks:
@@ -155,7 +156,7 @@ def job_key(job: Job, model: Path | OtherModel, checksums: dict[Path | OtherMode
         for shards in map(Path, (*job.shards, *other_data)):
             if not shards.exists():
                 raise EvaluationError(f"{shards}: there is no such folder of shards")
-            # Of all files, as an index stays the same if only captions change.
+            # All files, not the index alone, which stays the same if only captions change.
             parts.append(_hash_file_stats(shards))
         for name in ("classes", "templates"):
             file = getattr(job, name, None)
@@ -221,7 +222,7 @@ def _require_dual_encoder_task(job: Job, model: OtherModel) -> None:
 def model_of(job: Job, default: str | None) -> Path | OtherModel:
     """Return the local folder of a job's model, or the model of another library.
 
-    default: of a job that names no model.
+    default: name of the model if the job names none.
     """
     name = job.model or default or ""
     other = other_model(name) if ":" in name else None
@@ -328,8 +329,8 @@ class SuiteResult:
                 missing = "failed" if (model, label) in self.failures else "–"
                 cells.append(missing if result is None else result.figures[result.main].percent())
             rows.append(cells)
-        mains = {label: result.main for (_, label), result in saved.items()}
-        metrics = ", ".join(f"{label}: {mains[label]}" for label in self.labels if label in mains)
+        names = {label: result.main for (_, label), result in saved.items()}
+        metrics = ", ".join(f"{label}: {names[label]}" for label in self.labels if label in names)
         return Table("All models", ["", *self.labels], rows, [f"{metrics}." if metrics else ""])
 
 
@@ -387,7 +388,7 @@ def _job_result(
             return "", None, str(error)
         return key, _saved_result(target, key, job.task), ""
 
-    # One rank looks, so that all ranks either read or evaluate.
+    # On one rank, so that all ranks either reuse the result or evaluate.
     ((key, content, problem),) = processes.map_blocks(1, lambda _: lookup())
     if problem:
         raise EvaluationError(problem)
@@ -403,8 +404,8 @@ def _job_result(
         if progress:
             print(f"{name}: evaluated in {time.monotonic() - start:.0f} s", flush=True)
     # Through JSON, so that a new result equals its saved form.
-    new: dict[str, Any] = json.loads(json.dumps(result.to_json()))
-    return new
+    content = json.loads(json.dumps(result.to_json()))
+    return content
 
 
 def _options(job: Job) -> dict[str, Any]:

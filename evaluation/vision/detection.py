@@ -41,7 +41,7 @@ def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
         for size in config.evaluation_sizes:
             images = open_objects(config.test, size, task.classes)
             try:
-                size_figures = _at_size(task, images, size, options, torch_device)
+                size_figures = _evaluate_size(task, images, size, options, torch_device)
             except ValueError as error:
                 raise ConfigError(f"images of size {size}: {error}") from error
             suffix = f"@{size}" if figures else ""
@@ -49,7 +49,7 @@ def evaluate(task: DetectionTask, options: EvalOptions) -> dict[str, float]:
     return figures
 
 
-def _at_size(
+def _evaluate_size(
     task: DetectionTask, images: ObjectImages, size: int, options: EvalOptions, device: torch.device
 ) -> dict[str, float]:
     indices = evenly_spaced(len(images), options.limit)
@@ -62,7 +62,7 @@ def _at_size(
     # A batch has images of one shape: images of other shapes wait in their buckets.
     for target, pixels in chain.from_iterable(reader.values(range(-(-len(indices) // BATCH)))):
         bucket = buckets[pixels.shape]
-        # A view would keep its whole block in memory.
+        # A copy, as a view would keep its whole block in memory.
         bucket.append((len(truth), pixels.clone()))
         truth.append(target)
         if len(bucket) == BATCH:
@@ -96,7 +96,10 @@ def _detect(
     device: torch.device,
     precision: Precision | None,
 ) -> dict[int, ImageDetections]:
-    """Detect objects in (index, pixels) of images; a detection per query, its likeliest class."""
+    """Return detections by image index, a box per query with its likeliest class.
+
+    images: (index, pixels) of images of one shape. truth: by index.
+    """
     if not images:
         return {}
     with evaluation_autocast(device, precision):

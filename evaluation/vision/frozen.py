@@ -103,24 +103,24 @@ class Tail(nn.Module):
         logits: Tensor = self.model.forward_head(self.features(tokens))
         return logits
 
-    def at(self, grid: tuple[int, int]) -> Tail:
+    def for_grid(self, grid: tuple[int, int]) -> Tail:
         """Return a copy for another grid, with the tables of encodings resampled."""
         other = copy.deepcopy(self)
         other.grid = grid
         width, heads = self.model.embed_dim, self.model.blocks[0].attn.num_heads
         for name, source in self.encodings().items():
             # Encodings on tokens are in a list of the model, others in a list of each attention.
-            holder, _, index = name.rpartition(".")
-            token_side = holder == "model.positions"
-            candidates = [
-                config for config in self.config.positions if on_tokens(config) == token_side
+            parent, _, index = name.rpartition(".")
+            acts_on_tokens = parent == "model.positions"
+            positions = [
+                config for config in self.config.positions if on_tokens(config) == acts_on_tokens
             ]
-            position = candidates[int(index)]
+            position = positions[int(index)]
             encoding = create_encoding(position, width=width, heads=heads, grid=grid)
             tables = {part: value.detach() for part, value in source.named_parameters()}
             tables_on_grid = carry_over(position.name, encoding, source, tables, grid, self.grid)
             encoding.load_state_dict({**encoding.state_dict(), **tables_on_grid})
-            cast(nn.ModuleList, other.get_submodule(holder))[int(index)] = encoding
+            cast(nn.ModuleList, other.get_submodule(parent))[int(index)] = encoding
         return other
 
 
@@ -166,17 +166,17 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     tail = _new_tail(task, frozen, stored.classes, training.seed)
     sample = stored.by_part["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
-    figures = {
-        # Percent by which the encoding changes the features before training.
-        "changed": _relative_change(tail, _new_tail(plain, frozen, stored.classes, 0), sample)
-    }
-    # Of the trained part for one image, in millions.
-    figures["macs"] = _macs(tail, sample[:1])
+    plain_tail = _new_tail(plain, frozen, stored.classes, 0)
     encodings = tail.encodings()
     weights = [parameter for encoding in encodings.values() for parameter in encoding.parameters()]
-    # Of the encoding, in thousands.
-    figures["parameters"] = sum(parameter.numel() for parameter in weights) / 1e3
-
+    figures = {
+        # Percent by which the encoding changes the features before training.
+        "changed": _relative_change(tail, plain_tail, sample),
+        # Of the trained part for one image, in millions.
+        "macs": _macs(tail, sample[:1]),
+        # Of the encoding, in thousands.
+        "parameters": sum(parameter.numel() for parameter in weights) / 1e3,
+    }
     adam = training.optimiser
     rates = {
         name: frozen.encoding_rate
@@ -259,7 +259,7 @@ def _test(tail: Tail, size: int, stored: Tokens, bf16: bool) -> dict[str, float]
     side = size // int(tail.model.patch_embed.patch_size[0])
     # Some encodings cannot be resampled to other grids.
     try:
-        model = tail.at((side, side)).eval()
+        model = tail.for_grid((side, side)).eval()
     except ValueError:
         return {}
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -44,24 +44,21 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
         "original": defaultdict(list),
     }
     with evaluating(task, options.device) as torch_device, torch.no_grad():
-        for first in range(0, len(selection), batch_size):
-            part = selection[first : first + batch_size]
-            batch = collate_grids(config.size, [question.sample for question in part]).to(
-                torch_device
-            )
+        for start in range(0, len(selection), batch_size):
+            batch_questions = selection[start : start + batch_size]
+            samples = [question.sample for question in batch_questions]
+            batch = collate_grids(config.size, samples).to(torch_device)
             # Greedy decoding returns the right grid if each right token is the likeliest after the
             # right tokens before it, so one teacher-forced pass is enough.
             with evaluation_autocast(torch_device, options.precision or "float32"):
                 logits = task.model(batch, batch.outputs)
-            likeliest = require_finite(logits).argmax(-1)
-            for question, hit in zip(
-                part, (likeliest == batch.outputs).all(-1).tolist(), strict=True
-            ):
+            hits = (require_finite(logits).argmax(-1) == batch.outputs).all(-1).tolist()
+            for question, hit in zip(batch_questions, hits, strict=True):
                 kind = "exact" if question.is_variant else "original"
                 hits_by_kind[kind][question.name].append(hit)
     figures = {}
     for kind, tasks in hits_by_kind.items():
-        shares = {name: 100 * sum(hits) / len(hits) for name, hits in tasks.items()}
+        shares = {name: 100 * sum(task_hits) / len(task_hits) for name, task_hits in tasks.items()}
         if shares:
             figures[kind] = sum(shares.values()) / len(shares)
         figures |= {f"{kind}/{name}": share for name, share in shares.items()}

@@ -55,7 +55,7 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
     figures["exact"] = 100 * float(np.mean(exact))
     # The paper does not define a seen position. Its overall CIDEr is the weighted mean of both
     # parts, so it averages single captions, as here.
-    train_boxes = set(_boxes(open_screens(config.data.screens, "train")))
+    train_boxes = set(_rounded_boxes(open_screens(config.data.screens, "train")))
     in_training = np.array([box in train_boxes for box in boxes])
     figures["seen"] = 100 * float(in_training.mean())
     for name, mask in (("cider_seen", in_training), ("cider_unseen", ~in_training)):
@@ -87,10 +87,10 @@ def _generate_captions(
     return [text.sentence(row) for row in ids.tolist()]
 
 
-def _boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
-    for number in range(len(screens)):
+def _rounded_boxes(screens: Screens) -> Iterator[tuple[int, ...]]:
+    for index in range(len(screens)):
         try:
-            screen = screens.read(number)
+            screen = screens.read(index)
         except BadSample:
             # Training skips the screen, too.
             continue

@@ -131,7 +131,7 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
     result = evaluate_zeroshot(loaded, [tmp_path / "odd"], PROMPTS, EvalOptions(resamples=5))
     assert result.counts["items"] == 1
     assert result.skipped == {"no class": 1, "unknown class": 1}
-    with pytest.raises(EvaluationError, match=r"nothing could be used; the first: no class"):
+    with pytest.raises(EvaluationError, match=r"no usable item; the first: no class"):
         evaluate_zeroshot(loaded, [shards], PROMPTS, label_field="nothing")
     with pytest.raises(EvaluationError, match="cannot be negative"):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)

@@ -31,7 +31,7 @@ class Towers(Protocol):
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return ids (B, N) int64 and mask (B, N) bool, True = read by the encoder."""
 
-    def count_cut(self, texts: Sequence[str]) -> int:
+    def count_truncated(self, texts: Sequence[str]) -> int:
         """Return the number of texts that `tokenize` truncates."""
 
     def encode_images(self, pixels: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class TokenizerAdapter:
     """Tokenizer of `Towers` with the interface of TextProcessor."""
 
     def __init__(self, towers: Towers) -> None:
-        self._towers, self.count_cut = towers, towers.count_cut
+        self._towers, self.count_truncated = towers, towers.count_truncated
 
     def __call__(self, texts: Sequence[str]) -> TextTokens:
         """Return ids and masks (B, N) of texts."""

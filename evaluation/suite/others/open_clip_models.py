@@ -55,8 +55,8 @@ class DualEncoder(Towers):
         # The text encoder finds the end of a text itself.
         return ids, torch.ones_like(ids).bool()
 
-    def count_cut(self, texts: Sequence[str]) -> int:
-        """Count texts without padding: truncated ones, and those of exactly the full length."""
+    def count_truncated(self, texts: Sequence[str]) -> int:
+        """Count texts without padding: truncated texts, and texts of exactly the full length."""
         return int((self.tokenize(texts)[0][:, -1] != 0).sum())
 
     def encode_images(self, pixels: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _require_weights(create: Callable[..., Any]) -> dict[str, bool]:
 
 
 def files(name: str) -> list[Path]:
-    """Return a model's files that the user named; empty for models of the hub."""
+    """Return a model's local files; empty for weights of the hub."""
     architecture, tag = _split_name(name)
     if architecture.startswith("local-dir:"):
         folder = Path(architecture.removeprefix("local-dir:"))

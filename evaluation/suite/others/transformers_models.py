@@ -49,7 +49,7 @@ class DualEncoder(Towers):
         if not (hasattr(self.module, "get_text_features") and hasattr(self.module, "logit_scale")):
             kind = type(self.module).__name__
             raise EvaluationError(
-                f"transformers:{name} is a {kind}, no dual encoder; name a CLIP, a SigLIP or a "
+                f"transformers:{name} is a {kind}, not a dual encoder; name a CLIP, a SigLIP or a "
                 "VisionTextDualEncoder"
             )
 
@@ -58,8 +58,8 @@ class DualEncoder(Towers):
         inputs = self.processor.image_processor(image, return_tensors="pt")
         if extra := sorted(set(inputs) - {"pixel_values"}):
             raise EvaluationError(
-                f"a {type(self.module).__name__} reads {', '.join(extra)} beside the pixels of an "
-                "image, which is not supported; name a model with a fixed image size"
+                f"a {type(self.module).__name__} reads {', '.join(extra)} in addition to pixels, "
+                "which is not supported; name a model with a fixed image size"
             )
         pixels: Tensor = inputs.pixel_values
         return pixels[0]
@@ -75,7 +75,7 @@ class DualEncoder(Towers):
         mask = inputs.get("attention_mask")
         return ids, torch.ones_like(ids).bool() if self._reads_padding else mask.bool()
 
-    def count_cut(self, texts: Sequence[str]) -> int:
+    def count_truncated(self, texts: Sequence[str]) -> int:
         """Return the number of texts that `tokenize` truncates."""
         ids_of_texts = (
             self.processor.tokenizer(list(texts), verbose=False)["input_ids"] if texts else []

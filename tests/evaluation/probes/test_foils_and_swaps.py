@@ -15,8 +15,8 @@ from evaluation.probes.swaps import (
     SCORES,
     differing_words,
     evaluate_swaps,
+    load_mlm_head,
     swap_scores,
-    word_head,
 )
 from evaluation.samples import EvaluationError, Samples
 from vlp.data.image.decode import decode_image
@@ -168,7 +168,7 @@ def test_figures_equal_pair_by_pair_scoring(loaded, swap_shards):
 
 
 def test_words_are_scored_by_their_likelihood_when_masked(loaded, swap_shards):
-    head = word_head(loaded)
+    head = load_mlm_head(loaded)
     raw = ShardIndex.open(swap_shards).read(0, 0)
     captions = [raw.annotation.caption, raw.annotation.scene["swap"]["foil"]]
     scores = np.zeros((2, 2))

@@ -122,7 +122,7 @@ def test_equal_captions_are_right_for_all_their_images(tmp_path, monkeypatch):
             writer.write(str(number), png((number, 0, 0)), "png", Annotation(caption=text))
         writer.write("3", png((0, 0, 0)), "png", Annotation(caption="3 0"))
     stub = make_stub([1, 1, 1, 1])
-    monkeypatch.setattr(Stub.text, "count_cut", lambda texts: 2, raising=False)
+    monkeypatch.setattr(Stub.text, "count_truncated", lambda texts: 2, raising=False)
     stub.model.image = torch.eye(4, 8)
     stub.model.text = stub.model.image[[2, 1, 2, 0]]
     result = evaluate_retrieval(stub, [folder])

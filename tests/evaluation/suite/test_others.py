@@ -94,8 +94,8 @@ def test_similarities_are_those_of_transformers(other, image):
         ours = seen.feature @ said.feature.T / loaded.model.temperature()
     bias = getattr(model, "logit_bias", torch.zeros(1)).detach()
     torch.testing.assert_close(ours + bias, theirs.logits_per_image, atol=1e-4, rtol=1e-4)
-    assert loaded.text.count_cut([]) == 0
-    assert loaded.text.count_cut(["a blue square", "a " * 20]) == 1
+    assert loaded.text.count_truncated([]) == 0
+    assert loaded.text.count_truncated(["a blue square", "a " * 20]) == 1
     cut = int(loaded.text(TEXTS).attention_mask.sum(1).max())
     assert (cut == 16) == (model.config.model_type == "siglip"), "SigLIP reads its padding"
     few = (part[:, :cut] for part in loaded.text(TEXTS))

@@ -105,12 +105,12 @@ def test_tables_are_carried_over_to_other_grids(file):
     tail = Tail(training(file, "learned").task, 1, 2)
     table = tail.model.positions[0].table_rows
     torch.nn.init.normal_(table)
-    larger = tail.at((6, 6))
+    larger = tail.for_grid((6, 6))
     assert larger.model.positions[0].table_rows.shape == (6, 8)
     assert larger(torch.randn(2, 37, 16)).shape == (2, 2)
     assert tail(torch.randn(2, 17, 16)).shape == (2, 2)
     with pytest.raises(ValueError, match="does not carry over to 6 x 6"):
-        Tail(training(file, "spread").task, 1, 2).at((6, 6))
+        Tail(training(file, "spread").task, 1, 2).for_grid((6, 6))
     with pytest.raises(ConfigError, match=r"frozen.blocks 2: .* leave at least one to train"):
         Tail(training(file, "none").task, 2, 2)
 

@@ -93,7 +93,7 @@ class TextProcessor:
         words = attention & self._is_word[ids]
         return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
 
-    def count_cut(self, texts: Sequence[str]) -> int:
+    def count_truncated(self, texts: Sequence[str]) -> int:
         """Count the texts of more than `max_tokens` tokens."""
         encodings = self._plain.encode_batch(list(texts))
         return sum(len(encoding.ids) > self.max_tokens for encoding in encodings)
