@@ -66,7 +66,7 @@ def our_config(
     layout: str = "albef",
     precision: Precision = "float32",
 ) -> PretrainConfig:
-    """Return the pretraining with ALBEF's losses; ace: with ACE-RPE; every_loss: as default."""
+    """Return a pretraining with ALBEF's losses, or with `every_loss` all default ones."""
     width, heads = sizes.width, sizes.heads
     layer = {"width": width, "heads": heads, "intermediate": 4 * width, "weights": None}
     teacher = {"queue": sizes.queue, "momentum": MOMENTUM, "warmup_steps": 0}
@@ -148,7 +148,7 @@ class AlbefStep:
         torch.manual_seed(0)
         self.model = build_albef(module, sizes).train()
         self.optimiser = torch.optim.AdamW(_albef_groups(self.model), lr=1e-4)
-        # As in its training, ALBEF's batch is padded to the longest text, ours to `--max-tokens`.
+        # ALBEF's training pads a batch to its longest text; ours pads to `--max-tokens`.
         longest = int(batch.attention_mask.sum(1).amax())
         self.model.to(device)
         self.pixels = batch.pixels

@@ -30,7 +30,7 @@ PAPER_PARAMETERS = {
     "cross-modal encoder": "53.3M",
     "in all": "163.7M",
 }
-# The paper states neither image size, text length nor convention, so several are counted.
+# The paper states neither image size, text length nor convention: several are computed.
 PAPER_FLOPS = "the paper: 115 -> 122 GFLOPs, +6.1 %"
 
 
@@ -129,7 +129,7 @@ def our_anchor_parts(config: ModelConfig, shape: Shape) -> list[LayerFlops]:
     channels = config.embed_dim if options.features == "projected" else width
     entries = patches * text_tokens * groups
     parts = [
-        # x / |x| per group: square, sum, divide.
+        # Elementwise: x / |x| per group (square, sum, divide).
         LayerFlops(
             "ACE-RPE: similarity",
             products=2 * patches * text_tokens * channels,
@@ -186,12 +186,12 @@ class AddedFlops(NamedTuple):
 
     convention: str
     without: float
-    with_it: float
+    with_ace: float
     added: float
 
 
 def compare(config: ModelConfig, shape: Shape) -> list[AddedFlops]:
-    """Count by the paper's convention, read in two ways, and as this project runs."""
+    """Count by two readings of the paper's convention, and as this project computes."""
     base = base_parts(config, shape)
     layers = sum(part.layers for part in base)
     ours = [*base, token_projections(config, shape)]
@@ -247,12 +247,12 @@ def _sum(parts: Sequence[LayerFlops]) -> float:
     return sum(part.total for part in parts)
 
 
-def _at_size(config: ModelConfig, size: int) -> ModelConfig:
+def _with_image_size(config: ModelConfig, size: int) -> ModelConfig:
     return config.model_copy(update={"image": config.image.model_copy(update={"image_size": size})})
 
 
 def _parameter_table(config: ModelConfig) -> str:
-    small, large = (parameters(_at_size(config, size)) for size in (256, 384))
+    small, large = (parameters(_with_image_size(config, size)) for size in (256, 384))
     rows = [
         [name, f"{small[name]:,}", f"{count:,}", PAPER_PARAMETERS.get(name, "-")]
         for name, count in large.items()
@@ -276,7 +276,7 @@ def _part_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
 
 def _comparison_table(config: ModelConfig, shapes: dict[str, Shape]) -> str:
     rows = [
-        [row.convention, name, f"{row.without:.2f}", f"{row.with_it:.2f}", f"{row.added:.2f}%"]
+        [row.convention, name, f"{row.without:.2f}", f"{row.with_ace:.2f}", f"{row.added:.2f}%"]
         for name, shape in shapes.items()
         for row in compare(config, shape)
     ]
@@ -295,13 +295,15 @@ def flops(
         raise ConfigError("overrides need --config")
     model = harness.load_pretraining(config, overrides).model if config else ModelConfig()
     shapes = {
-        f"{size} px, {tokens}": Shape(tokens, _at_size(model, size).image.grid)
+        f"{size} px, {tokens}": Shape(tokens, _with_image_size(model, size).image.grid)
         for size, tokens in SIZES
     }
     print(_parameter_table(model), end="\n\n")
     print(_part_table(model, shapes), end="\n\n")
     print(_comparison_table(model, shapes), end="\n\n")
-    figures = [Figure("flops/384px/parameters", parameters(_at_size(model, 384))["in all"], "")]
+    figures = [
+        Figure("flops/384px/parameters", parameters(_with_image_size(model, 384))["in all"], "")
+    ]
     for (size, tokens), shape in zip(SIZES, shapes.values()):
         paper, all_products, ours = compare(model, shape)
         name = f"flops/{size}px/{tokens}tokens"

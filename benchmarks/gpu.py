@@ -56,7 +56,7 @@ MODES: tuple[Compile, ...] = ("none", "blocks")
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync")
 # DDP, and stages of ZeRO.
 ENGINES = ("ddp", "0", "1", "2", "3")
-# Pairs of a rank and steps, where no speed is measured.
+# Pairs per rank and steps of parts that measure no speed.
 ROWS, STEPS = 4, 4
 LOG_EVERY = 4
 
@@ -178,7 +178,7 @@ def waits(setting: Setting) -> Iterator[CheckedFigure]:
 
 
 def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device) -> CheckedFigure:
-    """Print the synchronisations and return their number; the limit is for GPUs alone."""
+    """Print the synchronisations; return their number, with limit `at_most` on a GPU."""
     print(f"{name}:", *waits, sep="\n  ")
     on_gpu = device.type == "cuda"
     return CheckedFigure(name, len(waits), "", at_most=at_most if on_gpu else None)
@@ -188,7 +188,7 @@ def waits_figure(name: str, waits: list[str], at_most: int, device: torch.device
 def count_waits(device: torch.device) -> Iterator[list[str]]:
     """Yield a list; synchronisations with the device within the context append a line each.
 
-    On a GPU PyTorch warns of them, with file and line; on a CPU each `Tensor.item` counts.
+    On a GPU, from PyTorch's warnings, with file and line; on a CPU, from calls of `Tensor.item`.
     """
     waits: list[str] = []
     if device.type != "cuda":
@@ -209,7 +209,7 @@ def count_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 class _Reads(TorchDispatchMode):
-    """Record the operations that read a number of a tensor."""
+    """Context that records operations which read a number from a tensor."""
 
     def __init__(self, reads: list[str]) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ def resume(setting: Setting) -> Iterator[CheckedFigure]:
         folder, port = Path(scratch), free_port()
         processes = [
             multiprocessing.get_context("forkserver").Process(
-                target=_rank, args=(setting, rank, ranks, port, kinds, folder)
+                target=_run_rank, args=(setting, rank, ranks, port, kinds, folder)
             )
             for rank in range(ranks)
         ]
@@ -312,7 +312,7 @@ def resume(setting: Setting) -> Iterator[CheckedFigure]:
             yield CheckedFigure(**json.loads(line))
 
 
-def _rank(
+def _run_rank(
     setting: Setting, rank: int, ranks: int, port: int, kinds: tuple[str, ...], folder: Path
 ) -> None:
     os.environ.update(
@@ -404,7 +404,7 @@ def _time_steps(setting: Setting, mode: Compile, rows: int) -> Iterator[CheckedF
     rate = product_rate(setting)
     trainee = Trainee(setting.config, device)
     batch = random_batch(setting.config.inputs, rows, WORDS).to(device)
-    # FLOPs are proportional to the pairs, so that a small batch is enough.
+    # FLOPs are proportional to the number of pairs: count them with the smallest batch.
     small = setting.rows[0]
     with FlopCounterMode(display=False) as counter:
         trainee.step(random_batch(setting.config.inputs, small, WORDS).to(device))
@@ -518,7 +518,7 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         changes = _TINY if dry or name[0] == "B" else ()
         part_config = harness.load_pretraining(config, None, *changes, public=False)
         setting, start = Setting(part_config, rows, device, dry, out), time.monotonic()
-        figures_by_part[name], failure = _in_process(name, part, limit, setting)
+        figures_by_part[name], failure = _run_in_process(name, part, limit, setting)
         if failure:
             failures[name] = failure
         print(f"{name}: {failure or 'done'}, {time.monotonic() - start:.0f} s", flush=True)
@@ -540,21 +540,21 @@ def run_check(config: Path, out: Path, dry: bool = False, only: str = "") -> int
         ),
     )
     print(f"\n{harness.table(head, cells)}\n\nwritten to {out}")
-    wrong = [figure for _, figure in figures if not figure.holds]
-    for figure in wrong:
+    violations = [figure for _, figure in figures if not figure.holds]
+    for figure in violations:
         print(f"wrong: {figure.name}: {figure.value:g}", file=sys.stderr)
-    return 1 if wrong or failures else 0
+    return 1 if violations or failures else 0
 
 
-def _in_process(
+def _run_in_process(
     name: str, part: Part, limit: float, setting: Setting
 ) -> tuple[list[CheckedFigure], str | None]:
-    """Run a part in a process; return its figures up to a failure, and the failure."""
+    """Run a part in a process; return its figures up to a failure, and the failure or None."""
     stem = setting.out / name.replace(" ", "_")
     figures, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
     figures.write_text("", encoding="utf-8")
     fork = multiprocessing.get_context("forkserver")
-    process = fork.Process(target=_run, args=(part, setting, figures, log))
+    process = fork.Process(target=_run_part, args=(part, setting, figures, log))
     process.start()
     process.join(limit if not setting.dry else None)
     failure = None
@@ -568,7 +568,7 @@ def _in_process(
     return [CheckedFigure(**json.loads(line)) for line in lines], failure
 
 
-def _run(part: Part, setting: Setting, figures: Path, log: Path) -> None:
+def _run_part(part: Part, setting: Setting, figures: Path, log: Path) -> None:
     """Run a part in this process, with its output in a log."""
     with (
         log.open("w", encoding="utf-8") as output,

@@ -53,8 +53,8 @@ CROP = (0.9, 1.0)
 _CHUNK = 1 << 24
 
 PLAIN = AugmentConfig(randaugment=False, hflip=False, crop_scale=CROP)
-# Starts a loader and returns its endless batches.
-Side = Callable[[], Iterator[Any]]
+# Starts a loader and returns its batches, without end.
+StartLoader = Callable[[], Iterator[Any]]
 
 
 class Settings(NamedTuple):
@@ -70,8 +70,7 @@ class Settings(NamedTuple):
 def our_batches(settings: Settings, augment: AugmentConfig, normalise: bool) -> Iterator[Any]:
     """Yield batches of this project's loader, without masks, with uint8 images.
 
-    normalise: normalise images in the main process, as open_clip's workers do; in a training the
-    device does.
+    normalise: normalise images on the CPU, as open_clip's workers do; trainings do on the device.
     """
     config = DataConfig(
         sources=(SourceConfig(path=str(settings.shards)),),
@@ -106,7 +105,7 @@ def open_clip_batches(settings: Settings, transform: Any, tokenizer: Any) -> Ite
     return iter(data.get_wds_dataset(arguments, transform, True, tokenizer=tokenizer).dataloader)
 
 
-def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
+def open_clip_loaders(row: str, settings: Settings) -> dict[str, StartLoader]:
     """Return the loaders of open_clip and of this project for the comparison `row`."""
     from open_clip import get_tokenizer
     from open_clip.transform import image_transform
@@ -114,11 +113,11 @@ def open_clip_sides(row: str, settings: Settings) -> dict[str, Side]:
     text = TextProcessor.load(settings.vocabulary, TOKENS)
     best = row == "best"
 
-    def our_loader(**changes: Any) -> Side:
+    def our_loader(**changes: Any) -> StartLoader:
         augment = PLAIN.model_copy(update={"quick_decode": best} | changes)
         return partial(our_batches, settings, augment, not best)
 
-    def open_clip_loader(train: bool, tokenizer: Any) -> Side:
+    def open_clip_loader(train: bool, tokenizer: Any) -> StartLoader:
         mode = None if train else "squash"
         transform = image_transform(settings.size, train, mean=MEAN, std=STD, resize_mode=mode)
         return partial(open_clip_batches, settings, transform, tokenizer)
@@ -170,12 +169,12 @@ def _resized_crop(size: int) -> v2.RandomResizedCrop:
 TRANSFORMS = {OURS: _our_image, "pillow": _pillow_image, "torchvision": _torchvision_image}
 
 
-class Prepare:
+class SampleTransform:
     """Transforms of a sample, for loaders that take a function."""
 
     def __init__(self, settings: Settings, transforms: str) -> None:
         self._text = TextProcessor.load(settings.vocabulary, TOKENS)
-        # From JPEG bytes to uint8 levels (3, size, size).
+        # JPEG bytes to uint8 pixels (3, size, size).
         self.image = TRANSFORMS[transforms](settings.size)
 
     def text(self, caption: str) -> tuple[Tensor, Tensor]:
@@ -207,12 +206,12 @@ def _batches(loader: Any, data: Any, settings: Settings) -> Iterator[Any]:
     )
 
 
-def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
+def webdataset_batches(transform: SampleTransform, settings: Settings) -> Iterator[Any]:
     """Yield batches of webdataset, with shuffled shards and a shuffle buffer of 1,000 samples."""
     import webdataset
 
     def prepare_sample(sample: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        return prepare({"jpg": sample["jpg"], "txt": sample["txt"].decode()})
+        return transform({"jpg": sample["jpg"], "txt": sample["txt"].decode()})
 
     shards = sorted(map(str, settings.shards.glob("*.tar")))
     data = webdataset.WebDataset(shards, shardshuffle=100, empty_check=False).shuffle(1000)
@@ -228,25 +227,27 @@ def webdataset_batches(prepare: Prepare, settings: Settings) -> Iterator[Any]:
     )
 
 
-def litdata_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
+def litdata_batches(folder: Path, transform: SampleTransform, settings: Settings) -> Iterator[Any]:
     """Yield batches of litdata, shuffled."""
     import litdata
 
     class LitdataSamples(litdata.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return prepare(super().__getitem__(index))
+            return transform(super().__getitem__(index))
 
     data = LitdataSamples(str(folder / "litdata"), shuffle=True, drop_last=True)
     return _batches(litdata.StreamingDataLoader, data, settings)
 
 
-def streaming_batches(folder: Path, prepare: Prepare, settings: Settings) -> Iterator[Any]:
+def streaming_batches(
+    folder: Path, transform: SampleTransform, settings: Settings
+) -> Iterator[Any]:
     """Yield batches of MosaicML Streaming, shuffled by its default algorithm."""
     import streaming
 
     class StreamingSamples(streaming.StreamingDataset):
         def __getitem__(self, index: Any) -> tuple[Tensor, Tensor, Tensor]:
-            return prepare(super().__getitem__(index))
+            return transform(super().__getitem__(index))
 
     data = StreamingSamples(local=str(folder / "mds"), shuffle=True, batch_size=settings.batch)
     return _batches(DataLoader, data, settings)
@@ -288,7 +289,7 @@ class Turn(NamedTuple):
 
 
 class Stream:
-    """A running loader, whose processes are stopped between its turns."""
+    """A running loader with its processes, which stop between turns."""
 
     def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
         others = set(multiprocessing.active_children())
@@ -324,7 +325,7 @@ class Stream:
     def _cpu(self) -> float:
         seconds = time.process_time()
         for worker in self._workers:
-            # Fields 14 and 15 of the file, user and system time; the split leaves out pid and name.
+            # User and system time: fields 14 and 15 of the file, 11 and 12 after pid and name.
             fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
             seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return seconds
@@ -343,17 +344,17 @@ class LoaderTurns(NamedTuple):
 
 
 def take_turns(
-    sides: Mapping[str, Side], batches: int, samples: int, rounds: int, cores: int
+    loaders: Mapping[str, StartLoader], batches: int, samples: int, rounds: int, cores: int
 ) -> dict[str, LoaderTurns]:
     """Start all loaders and measure them by turns, after a round of warm-up."""
-    # All loaders share as many cores as a loader has processes; a process has one thread.
+    # Loaders share as many cores as each has processes; a process has one thread.
     all_cores = sorted(os.sched_getaffinity(0))
     threads = torch.get_num_threads()
     os.sched_setaffinity(0, all_cores[:cores])
     torch.set_num_threads(1)
     streams: dict[str, Stream] = {}
     try:
-        for name, start in sides.items():
+        for name, start in loaders.items():
             streams[name] = Stream(start)
         turns = {name: partial(stream.turn, batches) for name, stream in streams.items()}
         results = harness.interleave(turns, rounds, warm_up=1)
@@ -382,8 +383,8 @@ def make_shards(folder: Path, samples: int, images: int = 64, per_shard: int = 1
 
 def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
     """Return a JPEG of noise with amplitude 1/frequency and similar channels, as photographs."""
-    across, down = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
-    frequency = np.maximum(np.hypot(across, down), 1 / width)
+    horizontal, vertical = np.fft.rfftfreq(width), np.fft.fftfreq(height)[:, None]
+    frequency = np.maximum(np.hypot(horizontal, vertical), 1 / width)
     noise = np.fft.rfft2(rng.normal(size=(4, height, width))) / frequency
     grey, *colours = np.fft.irfft2(noise, s=(height, width))
     levels = np.stack([grey + 0.4 * colour for colour in colours], axis=-1)
@@ -394,7 +395,7 @@ def _photograph(rng: np.random.Generator, width: int, height: int) -> bytes:
 
 
 def check_shards(shards: Path, batch: int, workers: int) -> None:
-    """Raise ConfigError if a loader could not yield a batch of these shards."""
+    """Raise ConfigError unless every loader can yield a batch of these shards."""
     index = ShardIndex.open(shards)
     paths = sorted(shards.glob("*.tar"))
     if len(paths) < workers:
@@ -417,26 +418,28 @@ def save_vocabulary(shards: Path, folder: Path, max_tokens: int) -> None:
     TextProcessor(train_wordpiece(captions, 30_000), max_tokens).save(folder)
 
 
-def peer_sides(folder: Path, transforms: str, settings: Settings) -> dict[str, Side]:
+def peer_loaders(folder: Path, transforms: str, settings: Settings) -> dict[str, StartLoader]:
     """Return the loaders of this project and of libraries that take a function."""
-    prepare = Prepare(settings, transforms)
+    transform = SampleTransform(settings, transforms)
     return {
         OURS: partial(our_batches, settings, PLAIN, False),
-        "webdataset": partial(webdataset_batches, prepare, settings),
-        "litdata": partial(litdata_batches, folder, prepare, settings),
-        "streaming": partial(streaming_batches, folder, prepare, settings),
+        "webdataset": partial(webdataset_batches, transform, settings),
+        "litdata": partial(litdata_batches, folder, transform, settings),
+        "streaming": partial(streaming_batches, folder, transform, settings),
     }
 
 
 def ratios(turns: dict[str, LoaderTurns], name: str, reference: str) -> list[float]:
     """Return for each round a loader's samples per CPU second relative to the reference's."""
-    return [b.cpu / a.cpu for b, a in zip(turns[reference].turns, turns[name].turns)]
+    return [base.cpu / turn.cpu for base, turn in zip(turns[reference].turns, turns[name].turns)]
 
 
-def measure(sides: dict[str, Side], settings: Settings, rounds: int) -> dict[str, LoaderTurns]:
+def measure(
+    loaders: dict[str, StartLoader], settings: Settings, rounds: int
+) -> dict[str, LoaderTurns]:
     """Measure all loaders by turns; a turn is a pass over the shards."""
     batches = len(ShardIndex.open(settings.shards)) // settings.batch
-    return take_turns(sides, batches, batches * settings.batch, rounds, settings.workers)
+    return take_turns(loaders, batches, batches * settings.batch, rounds, settings.workers)
 
 
 def report(title: str, turns: dict[str, LoaderTurns], workers: int) -> None:
@@ -500,7 +503,7 @@ def loader(
     and uint8 images, without and with RandAugment(2, 7). --batch is a multiple of 8.
     """
     with prepare_settings(shards, samples, size, batch, workers) as (settings, _):
-        report(row, measure(open_clip_sides(row, settings), settings, rounds), workers)
+        report(row, measure(open_clip_loaders(row, settings), settings, rounds), workers)
 
 
 def loader_peers(
@@ -520,8 +523,8 @@ def loader_peers(
     with prepare_settings(shards, samples, size, batch, 1) as (settings, folder):
         os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(folder)  # of litdata
         convert(settings.shards, folder)
-        sides = peer_sides(folder, transforms, settings)
-        report(f"peers_{transforms}", measure(sides, settings, rounds), 1)
+        loaders = peer_loaders(folder, transforms, settings)
+        report(f"peers_{transforms}", measure(loaders, settings, rounds), 1)
 
 
 COMMANDS = (loader, loader_peers)

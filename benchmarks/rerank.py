@@ -92,8 +92,8 @@ class RandomBlocks:
         max_tokens = config.text.max_tokens
         lengths = SHORTEST + np.floor(rng.gamma(SHAPE, SCALE, texts)).astype(np.int64)
         self.lengths = np.sort(lengths.clip(max=max_tokens))
-        last = np.arange(0, texts, batch) + batch - 1
-        self.text_lengths = self.lengths[last.clip(max=texts - 1)]
+        last_rows = np.arange(0, texts, batch) + batch - 1
+        self.text_lengths = self.lengths[last_rows.clip(max=texts - 1)]
         if self.itm_scorer.reads_padding:
             self.text_lengths = np.full_like(self.text_lengths, max_tokens)
         self.collection = self._collection(rng, images, texts)
@@ -118,20 +118,19 @@ class RandomBlocks:
 
     def _collection(self, rng: np.random.Generator, images: int, texts: int) -> Collection:
         image = torch.from_numpy(rng.standard_normal((images, self.embed_dim), np.float32))
-        owner = np.sort(np.arange(texts) % images)
+        image_of_text = np.sort(np.arange(texts) % images)
         noise = torch.from_numpy(rng.standard_normal((texts, self.embed_dim), np.float32))
-        # Position of each caption among the captions sorted by length.
-        rank = rng.permutation(texts)
+        text = image[image_of_text] + _NOISE * noise
+        # Index of each caption among the captions sorted by length.
+        sorted_index = rng.permutation(texts)
         index = np.arange(images)
         return Collection(
             image_features=functional.normalize(image, dim=-1).to(self.device),
-            text_features=functional.normalize(image[owner] + _NOISE * noise, dim=-1).to(
-                self.device
-            ),
+            text_features=functional.normalize(text, dim=-1).to(self.device),
             captions=[str(text) for text in range(texts)],
-            image_of_text=owner,
+            image_of_text=image_of_text,
             image_location=np.stack([index // self.batch, index % self.batch], axis=1),
-            text_location=np.stack([rank // self.batch, rank % self.batch], axis=1),
+            text_location=np.stack([sorted_index // self.batch, sorted_index % self.batch], axis=1),
             skipped={},
             samples=[],
         )
@@ -151,13 +150,13 @@ class RandomBlocks:
         first = block * self.batch
         length = torch.from_numpy(self.lengths[first : first + rows]).to(self.device)[:, None]
         position = torch.arange(tokens, device=self.device)
+        states = self._random(generator, rows, tokens, self.width)
+        text_tokens = self._random(generator, rows, tokens, self.embed_dim)
         return Block(
             TextFeatures(
-                states=(states := self._random(generator, rows, tokens, self.width)),
+                states=states,
                 feature=states[:, 0, :1],
-                tokens=functional.normalize(
-                    self._random(generator, rows, tokens, self.embed_dim), dim=-1
-                ),
+                tokens=functional.normalize(text_tokens, dim=-1),
                 attention_mask=position < length,
                 word_mask=(position > 0) & (position < length - 1),
             )
@@ -282,7 +281,7 @@ class CandidateSet:
         return match_pairs(pairs, self.scorer, groups, order, batch, processes=ProcessGroup())
 
     def buckets_of(self, image: int) -> list[CandidatePairs]:
-        """Return all pairs of an image, by bucket of texts."""
+        """Return an image's pairs, split by bucket of texts."""
         rows = np.flatnonzero(self.pairs.image == image)
         image_pairs = CandidatePairs(self.pairs.image[rows], self.pairs.text[rows])
         groups = self.scorer.groups(image_pairs)
@@ -397,21 +396,19 @@ def _extrapolate(
     loop_pairs = min(sizes.nearest, sizes.images) * sizes.texts
     loop_pairs += min(sizes.nearest, sizes.texts) * sizes.images
     pairs = {LOOP: loop_pairs, OURS: our_pairs}
+    same_ranks = [
+        candidate_set.rank(direction, query, loop) == candidate_set.rank(direction, query, ours)
+        for direction, query, loop, ours in query_scores
+    ]
     return RerankTimes(
         seconds=seconds,
         pair={way: 1e3 * seconds[way] / pairs[way] for way in pairs},
         pairs=pairs,
-        difference=max(float(np.abs(a - b).max() / a.std()) for *_, a, b in query_scores),
-        inversion=max(inversion(a, b) for *_, a, b in query_scores),
-        same_ranks=float(
-            np.mean(
-                [
-                    candidate_set.rank(direction, query, a)
-                    == candidate_set.rank(direction, query, b)
-                    for direction, query, a, b in query_scores
-                ]
-            )
+        difference=max(
+            float(np.abs(loop - ours).max() / loop.std()) for *_, loop, ours in query_scores
         ),
+        inversion=max(inversion(loop, ours) for *_, loop, ours in query_scores),
+        same_ranks=float(np.mean(same_ranks)),
     )
 
 
@@ -433,8 +430,8 @@ def table(layout: str, times: RerankTimes) -> str:
     rows = []
     for way, pairs in times.pairs.items():
         minutes = f"{times.seconds[way] / 60:.1f}"
-        faster = "" if way == OURS else f"{times.speedup():.1f} x"
-        rows.append([way, str(pairs), f"{times.pair[way]:.2f}", minutes, faster])
+        speedup = "" if way == OURS else f"{times.speedup():.1f} x"
+        rows.append([way, str(pairs), f"{times.pair[way]:.2f}", minutes, speedup])
     head = [f"layout {layout}", "pairs", "ms a pair", "minutes", "ours is"]
     return (
         f"{harness.table(head, rows)}\nscores differ by {times.difference:.1e} deviations at most, "
@@ -459,8 +456,8 @@ def rerank(
 
     The loop takes each query with its --nearest candidates, repeats the query, and runs the
     cross-modal encoder over the pairs in one call, with features of both encoders at hand and texts
-    padded to `max_tokens`. Ours is what `vlp evaluate retrieval` runs. ALBEF's evaluation knows
-    float32 alone: --loop-precision float32 beside --precision bf16.
+    padded to `max_tokens`. Ours is what `vlp evaluate retrieval` runs. ALBEF's evaluation has only
+    float32: compare --precision bf16 with --loop-precision float32.
     """
     sizes = Sizes(images, texts, nearest, rounds, match_batch)
     torch_device = harness.select_device(device)

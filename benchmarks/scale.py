@@ -252,16 +252,17 @@ def fake_process_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def task_collectives(config: PretrainConfig, ranks: int, words: int = 15) -> CollectiveTrace:
-    """Trace the collective calls of a forward and backward pass, without those of the engine."""
-    # A fixed threshold: a running one needs values, and fake tensors have none (one all-reduce).
+def task_collectives(config: PretrainConfig, ranks: int) -> CollectiveTrace:
+    """Trace the collective calls of a forward and backward pass, but not of the engine."""
+    # A fixed threshold: the running threshold (one all-reduce) needs values, which fake tensors do
+    # not have.
     cross = config.model.cross
     anchor = {**cross.options.get("anchor", {}), "threshold": 0.05}
     cross = cross.model_copy(update={"options": {**cross.options, "anchor": anchor}})
     model = config.model.model_copy(update={"cross": cross})
     task = meta_task(config.model_copy(update={"model": model}))
     checkpoint_activations(task, config.training.activation_checkpointing)
-    batch = random_batch(config.inputs, config.training.batch // ranks, words)
+    batch = random_batch(config.inputs, config.training.batch // ranks, words=15)
     fake, trace = FakeTensorMode(allow_non_fake_inputs=True), CollectiveTrace()
     with fake_process_group(ranks), fake, gpu_form():
         for network in task.networks():

@@ -28,7 +28,7 @@ from vlp.training.engines.environment import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
 RANGES = ("pass/", "anchor/")
-WARM_UP = 3
+WARM_UP, PROFILED_STEPS = 3, 3
 WITH, WITHOUT = "with ACE-RPE", "without"
 # Keys of the teacher's queue in `overhead`; a longer queue makes the shares smaller.
 QUEUE = 1024
@@ -38,16 +38,16 @@ SHORTEST, SHAPE, SCALE = 9, 2.8, 1.8
 _CLS = 2
 
 
-def caption_lengths(rows: int, seed: int = 0) -> list[int]:
+def caption_lengths(rows: int) -> list[int]:
     """Draw caption lengths of COCO's distribution, in tokens without [CLS] and [SEP]."""
-    lengths = SHORTEST + np.random.default_rng(seed).gamma(SHAPE, SCALE, rows)
+    lengths = SHORTEST + np.random.default_rng(0).gamma(SHAPE, SCALE, rows)
     return (lengths.astype(int) - 2).tolist()
 
 
 def random_batch(inputs: Inputs, rows: int, words: int | Sequence[int], seed: int = 0) -> Batch:
-    """Create a batch of random pairs; `words` is the number of words, one or per row.
+    """Create a batch of random pairs, with tokens and patches masked as in `inputs`.
 
-    Tokens and patches are masked as `inputs` configures.
+    words: number of words of all captions, or of each.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -150,7 +150,7 @@ def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
         for event in profiler.profiler.kineto_results.events():
             if event.name().startswith(RANGES):
                 ranges[event.name()][str(event.device_type())] += event.duration_ns()
-        # On a GPU, ranges have a CPU and a GPU time: the longer counts.
+        # On a GPU, a range has a CPU and a GPU time: take the longer.
         for name, spans in ranges.items():
             seconds[name].append(max(spans.values()) / 1e9)
     return {name: statistics.median(values) for name, values in seconds.items()}
@@ -175,7 +175,7 @@ def variants(config: PretrainConfig) -> dict[str, PretrainConfig]:
     """Return the configuration with and without ACE-RPE, with random weights and a short queue."""
     if "anchor" not in config.model.cross.position:
         raise ConfigError(
-            "model.cross.position does not name `anchor`: there is nothing to measure"
+            "model.cross.position does not list `anchor`: there is nothing to measure"
         )
     data = config.model_dump()
     data["model"]["text"]["weights"] = data["model"]["image"]["weights"] = None
@@ -196,11 +196,10 @@ def measure_overhead(
     steps: int,
     words: int,
     device: torch.device,
-    profiled_steps: int = 3,
 ) -> Overhead:
     """Measure time and peak memory of a configuration with and without ACE-RPE.
 
-    words: of every text, at most as many as fit; profiled_steps: of each variant, for `passes`.
+    words: number of words of each text, reduced to the configuration's maximum.
     """
     configs = variants(config)
     batch = random_batch(config.inputs, rows, words).to(device)
@@ -216,10 +215,12 @@ def measure_overhead(
     medians = {name: median_parts(part_seconds) for name, part_seconds in runs_by_name.items()}
     passes: dict[str, dict[str, float]] = defaultdict(dict)
     for name, trainee in trainees.items():
-        for part, seconds in pass_times(trainee, batch, profiled_steps).items():
+        for part, seconds in pass_times(trainee, batch, PROFILED_STEPS).items():
             passes[part][name] = seconds
-    whole = {name: np.array([run["step"] for run in runs]) for name, runs in runs_by_name.items()}
-    added, interval = added_share(whole[WITH], whole[WITHOUT])
+    with_ace, without_ace = (
+        np.array([run["step"] for run in runs_by_name[name]]) for name in (WITH, WITHOUT)
+    )
+    added, interval = added_share(with_ace, without_ace)
     return Overhead(
         parts={part: {name: medians[name][part] for name in medians} for part in medians[WITH]},
         passes=dict(passes),
@@ -231,15 +232,15 @@ def measure_overhead(
 
 
 def added_share(
-    with_it: NDArray[np.floating],
-    without: NDArray[np.floating],
-    resamples: int = 2000,
-    seed: int = 0,
+    with_ace: NDArray[np.floating], without_ace: NDArray[np.floating]
 ) -> tuple[float, tuple[float, float]]:
-    """Compute the added share of times measured by turns, and its 95 % bootstrap interval."""
+    """Compute the share of time that ACE-RPE adds, and its 95 % bootstrap interval.
+
+    with_ace, without_ace: (steps,) times, measured by turns.
+    """
     # The median of ratios of neighbouring steps, as a slow moment of the machine affects both.
-    ratios = with_it / without
-    resampled = np.random.default_rng(seed).integers(len(ratios), size=(resamples, len(ratios)))
+    ratios = with_ace / without_ace
+    resampled = np.random.default_rng(0).integers(len(ratios), size=(2000, len(ratios)))
     low, high = percentile_interval(np.median(ratios[resampled], axis=1))
     return float(np.median(ratios)) - 1, (float(low) - 1, float(high) - 1)
 

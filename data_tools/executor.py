@@ -43,11 +43,11 @@ def raise_if_stopped() -> None:
 
 
 class Executor:
-    """Local processes, forked or with `spawn` new interpreters (for torch); or this process."""
+    """Local processes, forked, or with `spawn` started as new interpreters (for torch)."""
 
     def __init__(self, processes: int = os.cpu_count() or 1, spawn: bool = False) -> None:
         if processes < 1:
-            raise ConfigError(f"--processes is {processes}, at least 1")
+            raise ConfigError(f"--processes {processes}: give at least 1")
         self._processes, self._spawn = processes, spawn
 
     def map(
@@ -58,7 +58,7 @@ class Executor:
         ordered: bool = True,
         ledger: Path | None = None,
     ) -> Iterator[Result]:
-        """Yield `work(job)` for each job, in order or as ready; `work` and jobs are picklable.
+        """Yield `work(job)` for each job, in order or as completed; `work` and jobs are picklable.
 
         Results in the folder `ledger` (see `open_ledger`) are not computed again.
         """
@@ -67,12 +67,12 @@ class Executor:
     def _results(
         self, work: Callable[[Job], Result], jobs: Iterable[Job], ordered: bool
     ) -> Iterator[Result]:
-        rest = iter(jobs)
-        first = list(islice(rest, self._processes))
-        rest = chain(first, rest)
+        remaining = iter(jobs)
+        first = list(islice(remaining, self._processes))
+        all_jobs = chain(first, remaining)
         # A single job runs in this process, unless it needs a new interpreter.
         if len(first) < (1 if self._spawn else 2):
-            yield from map(work, rest)
+            yield from map(work, all_jobs)
             return
         context = multiprocessing.get_context("spawn" if self._spawn else "fork")
         stop = context.Event()
@@ -84,7 +84,7 @@ class Executor:
                 return pool.submit(work, job)
 
         try:
-            yield from _submit_all(submit, rest, len(first), ordered, (BrokenProcessPool,))
+            yield from _submit_all(submit, all_jobs, len(first), ordered, (BrokenProcessPool,))
         except BaseException:
             stop.set()
             raise
@@ -143,7 +143,7 @@ class RayExecutor(Executor):
 
 @contextmanager
 def open_ledger(folder: Path) -> Iterator[Path]:
-    """Yield a (made) folder for results of finished jobs; it is deleted if the block succeeds."""
+    """Create and yield a folder for results of finished jobs; delete it if the block succeeds."""
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -180,12 +180,12 @@ def _submit_all(
     crashes: tuple[type[BaseException], ...],
 ) -> Iterator[Result]:
     """Submit jobs, a few ahead, and yield their results; `crashes` become a ConfigError."""
-    rest = iter(jobs)
+    remaining = iter(jobs)
     pending: dict[Future[Result], Job] = {}
     try:
         while True:
-            # Few, as ordered results wait in memory for the slowest before them.
-            for job in islice(rest, _JOBS_PER_WORKER * workers - len(pending)):
+            # Only a few, as ordered results wait in memory for slower jobs before them.
+            for job in islice(remaining, _JOBS_PER_WORKER * workers - len(pending)):
                 pending[submit(job)] = job
             if not pending:
                 return

@@ -60,7 +60,7 @@ def feature_writer(
         ShardIndex.open(entry.path, cache, config.data.outages) for entry in config.data.sources
     ]
     device = distributed.default_device()
-    # Random weights of the tower, if any, are then those of the pretraining.
+    # A tower without `init_from` gets the random weights of the pretraining.
     torch.manual_seed(config.training.seed)
     model = VLPModel(config.model)
     load_start(model, config.init_from)
@@ -117,7 +117,7 @@ class SampleBlock(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The views of a block's samples."""
+    """Views of a block's samples; good samples are those that can be read."""
 
     pixels: Tensor  # (good samples, views, 3, side, side), uint8
     codes: Tensor  # (samples, views): PLAIN, FLIPPED, or BAD plus the kind of fault
@@ -141,7 +141,7 @@ class ViewBlocks(Dataset[Views]):
         return len(self._blocks)
 
     def __getitem__(self, number: int) -> Views:
-        """Return the views of a block; `pixels` lacks the bad samples."""
+        """Return the views of a block."""
         block, views = self._blocks[number], self._header.views
         codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
         checksums = torch.zeros(len(block.samples), dtype=torch.int64)
@@ -184,14 +184,14 @@ ShardId = tuple[int, int]  # (source, shard)
 
 
 class WriteCounts(NamedTuple):
-    """Number of samples that a command wrote features of, and of the bad ones among them."""
+    """Number of samples with new features, and of bad samples among them."""
 
     samples: int
     bad: int
 
 
 class FeatureWriter:
-    """Writer of the shards that a feature folder lacks; the tower is on `device`."""
+    """Writer of a feature folder's missing shards; the tower is on `device`."""
 
     def __init__(
         self,
@@ -206,7 +206,10 @@ class FeatureWriter:
         self.sources, self.transform = sources, transform
 
     def write(self, batch: int, workers: int) -> WriteCounts:
-        """Write the missing shards with all ranks, `batch` views at once; returns their total."""
+        """Write the missing shards with all ranks, and return the counts over all ranks.
+
+        batch: maximum views in memory.
+        """
         with ExitStack() as stack:
             # Rank 0 holds the lock while all ranks write.
             state: tuple[str | None, list[ShardId]] = distributed.broadcast_object(
@@ -219,8 +222,8 @@ class FeatureWriter:
 
     def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> WriteCounts:
         shards = missing[distributed.rank() :: distributed.world_size()]
-        step = max(1, batch // self.header.views)
-        blocks_by_shard = [self._blocks(*shard, step) for shard in shards]
+        block_size = max(1, batch // self.header.views)
+        blocks_by_shard = [self._blocks(*shard, block_size) for shard in shards]
         blocks = [block for shard_blocks in blocks_by_shard for block in shard_blocks]
         loader = DataLoader(
             ViewBlocks(self.header, self.sources, blocks, self.transform),
@@ -228,7 +231,8 @@ class FeatureWriter:
             **worker_settings(workers, _PREFETCH),
         )
         bad, total = 0, sum(len(block.samples) for block in blocks)
-        quiet = None if distributed.rank() == 0 else True  # None: quiet without a terminal
+        # None: no bar if the output is not a terminal.
+        quiet = None if distributed.rank() == 0 else True
         with open_loader(loader) as views, tqdm(total=total, unit="image", disable=quiet) as bar:
             for shard, shard_blocks in zip(shards, blocks_by_shard):
                 bad += self._write_shard(*shard, islice(views, len(shard_blocks)), bar)
@@ -236,7 +240,7 @@ class FeatureWriter:
         return WriteCounts(*map(sum, zip(*counts)))
 
     def _open_folder(self, stack: ExitStack) -> tuple[str | None, list[ShardId]]:
-        """Lock the folder; return its problem (or None) and the missing shards."""
+        """Lock the folder; return an error message or None, and the missing shards."""
         try:
             stack.enter_context(FolderLock(self.folder))
             if (self.folder / HEADER_NAME).exists():
@@ -245,7 +249,7 @@ class FeatureWriter:
                 settings = self.header.model_dump(mode="json", exclude={"tower"})
                 header.require(self.folder, settings)
             elif not all(map(is_lock, self.folder.iterdir())):
-                return f"--out {self.folder}: holds something else; name another folder", []
+                return f"--out {self.folder}: holds files of another kind; name another folder", []
             else:
                 self.header.write(self.folder)
         except (ConfigError, OSError) as error:
@@ -257,10 +261,10 @@ class FeatureWriter:
             if not is_complete(self.header, self._paths(source, shard), entry.samples)
         ]
 
-    def _blocks(self, source: int, shard: int, step: int) -> list[SampleBlock]:
+    def _blocks(self, source: int, shard: int, size: int) -> list[SampleBlock]:
         samples = range(self.sources[source].shards[shard].samples)
-        starts = samples[::step]
-        return [SampleBlock(source, shard, samples[start : start + step]) for start in starts]
+        starts = samples[::size]
+        return [SampleBlock(source, shard, samples[start : start + size]) for start in starts]
 
     def _paths(self, source: int, shard: int) -> list[Path]:
         return file_paths(self.folder, source, self.sources[source].shards[shard].name)
@@ -269,7 +273,7 @@ class FeatureWriter:
         """Write the files of a shard; returns the number of bad samples."""
         bad, samples = 0, self.sources[source].shards[shard].samples
         with ExitStack() as stack:
-            # Committed last, the file of features shows that the shard is complete.
+            # The first file is committed last: it exists only if the shard is complete.
             features, codes, checksums = files = [
                 stack.enter_context(atomic_write(path, durable=True, error=ConfigError))
                 for path in self._paths(source, shard)

@@ -83,18 +83,18 @@ class BuildOptions(WorkerOptions):
             samples_per_shard=self.samples_per_shard, quality=self.quality, max_side=self.max_side
         )
         if self.quality > 100:
-            raise ConfigError(f"--quality is {self.quality}, at most 100")
+            raise ConfigError(f"--quality {self.quality}: give at most 100")
 
 
 def require_positive(**numbers: int | None) -> None:
     """Refuse numbers below 1, given by the name of their option."""
     for name, number in numbers.items():
         if number is not None and number < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {number}, at least 1")
+            raise ConfigError(f"--{name.replace('_', '-')} {number}: give at least 1")
 
 
 def command_of(function: Callable[..., int]) -> Callable[..., int]:
-    """Return a function for typer: fields of dataclass parameters become parameters themselves."""
+    """Return a function for typer, with the fields of dataclass parameters as parameters."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():

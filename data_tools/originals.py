@@ -33,14 +33,14 @@ _MAGIC = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 
 @contextmanager
 def unpack_archives(paths: Sequence[Path], parent: Path) -> Iterator[list[Path]]:
-    """Yield the paths with compressed tars, also those in folders, unpacked below `parent`."""
+    """Yield the paths; compressed tars, also in the folders, are unpacked below `parent`."""
     with scratch_folder(parent) as scratch:
         yield list(_unpack_tars(paths, scratch))
 
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a temporary folder in a locked `parent`, and remove what a killed run left there."""
+    """Yield a temporary folder in a locked `parent`; folders that a killed run left are removed."""
     with FolderLock(parent, _LOCK):
         for leftover in parent.glob(f"{_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -73,10 +73,10 @@ def register_temporary(path: Path, source: str) -> Path:
 
 
 def plain_file(path: Path, scratch: Path, name: str) -> Path:
-    """Return a file that is not compressed itself, else a file `name` below `scratch` unpacked."""
+    """Return the path unless it is a compressed file; else unpack it to `name` below `scratch`."""
     if not path.is_file():
         return path
-    # Suffixes are no guide: files from the web often have a wrong one.
+    # By content, as files from the web often have a wrong suffix.
     with open(path, "rb") as file:
         start = file.read(8)
     opener = next((opener for magic, opener in _MAGIC.items() if start.startswith(magic)), None)
@@ -149,7 +149,7 @@ class ImageLocation(NamedTuple):
         except Exception as error:  # zipfile raises a dozen classes for damaged members
             raise BadSample("unreadable image", f"{self} ({error})") from error
         if self.size is not None and len(data) != self.size:
-            raise BadSample("unreadable image", f"{self}: cut off at byte {self.offset}")
+            raise BadSample("unreadable image", f"{self}: truncated at byte {self.offset}")
         return data
 
     def __str__(self) -> str:
@@ -208,13 +208,13 @@ class Originals:
         folder, _, base = name.rpartition("/")
         if folder and (entry := self._find_exact(base, folder)) is not None:
             return self._location(*self._claim((base, entry)))
-        # Ignore case and accents only without a match that has the same ones.
+        # Ignore case and accents only without an exact match.
         match = self._select([base], folder, str)
         match = match or self._select(self._variants(base), folder, fold_case)
         return None if match is None else self._location(*match)
 
     def _find_exact(self, base: str, folder: str) -> FileEntry | None:
-        """Return the file of this very path in the first container that has it."""
+        """Return the file of exactly this path in the first container with the path."""
         first, more = self._by_name.get(base), self._duplicates.get(base, {})
         if first is not None and first.folder == folder:
             return first
@@ -234,8 +234,8 @@ class Originals:
         matches = [match for name in names for match in self._matches_of(name)]
         if not folder:
             return self._only_match([match for match in matches if not match[1].folder] or matches)
-        # A list that names a/1.jpg and b/1.jpg means two files: if only one 1.jpg exists, it stands
-        # for the first of these names.
+        # a/1.jpg and b/1.jpg in a list are two files: if only one 1.jpg exists, it is taken for the
+        # first of these names.
         match, folder = self._only_match(matches), compose_accents(folder)
         if match is None or hash(match) in self._match_hashes:
             return None
@@ -244,7 +244,7 @@ class Originals:
         return match
 
     def _claim(self, match: _Match) -> _Match:
-        """Return a file that the list names with its folder; no other folder then stands for it."""
+        """Return a match by folder and name; the file is then taken for no other folder."""
         if hash(match) not in self._match_hashes:
             self._match_hashes.add(hash(match))
             if (folder := self._folder_of_match.get(match)) is not None:
@@ -273,7 +273,7 @@ class Originals:
 
     def _candidates(self, base: str, folder: str) -> list[_Match]:
         """Return the files of a base name that may lie in a folder."""
-        # Thousands of folders may each have a `0.jpg`: an index avoids to compare with all.
+        # With an index, as thousands of folders may have a `0.jpg`.
         if len(self._duplicates.get(base, ())) < _MIN_INDEXED:
             return self._matches_of(base)
         if base not in self._by_part:
@@ -281,7 +281,7 @@ class Originals:
         return self._with_last_part(self._by_part[base], folder)
 
     def _index_by_folder(self, matches: Iterable[_Match]) -> dict[str, list[_Match]]:
-        """Return files by each folded part of their folder, and all of them under `""`."""
+        """Return files by each folded part of their folder, and all files under `""`."""
         index = defaultdict(list)
         for match in matches:
             folder = match[1].folder or self._containers[match[1].container].stem
@@ -291,7 +291,7 @@ class Originals:
 
     def _with_last_part(self, index: dict[str, list[_Match]], folder: str) -> list[_Match]:
         last = fold_case(folder).rpartition("/")[2]
-        # Parts of the container's own path match, too, and the index lacks them.
+        # A folder may also match a part of a container's path, which the index does not have.
         return index.get("" if last in self._container_parts else last, [])
 
     @cached_property
@@ -306,7 +306,7 @@ class Originals:
 
     def _variants(self, base: str) -> list[str]:
         """Return the base names that differ from `base` in case and accents at most."""
-        # Names that are equal to their folded form, the most, need no entry.
+        # Names that equal their folded form, which most do, need no entry.
         if self._folded_names is None:
             self._folded_names = defaultdict(list)
             for name in self._by_name:
@@ -326,7 +326,7 @@ class Originals:
         )
 
     def _contains_folder(self, folder: str) -> bool:
-        """Return whether a folder with images is called so, whatever its case and accents."""
+        """Return whether a folder with images has this name, but for case and accents."""
         if folder not in self._has_folder:
             target, matches = fold_case(folder), self._with_last_part(self._folder_index, folder)
             self._has_folder[folder] = any(self._is_in(e, target, fold_case) for _, e in matches)
@@ -394,7 +394,7 @@ class Originals:
             return
         if name.lower().endswith(IMAGE_SUFFIXES):
             self._folders.add((entry.container, entry.folder))
-        # If a tar has two members of one path, the later one counts, as in unpacking.
+        # Of two members of a tar with one path, the later replaces the earlier, as in unpacking.
         if name not in self._by_name or self._by_name[name][:2] == entry[:2]:
             self._by_name[name] = entry
         else:
@@ -407,7 +407,7 @@ _MIN_INDEXED = 16  # files of one base name
 # In place of an offset.
 IN_FOLDER, _IN_ZIP = -1, -2
 _ARCHIVES = (".tar", ".zip")
-_SIDE_FILES = (".txt", ".json", ".parquet", ".csv")  # not remembered, to save memory
+_SIDE_FILES = (".txt", ".json", ".parquet", ".csv")  # ignored, to save memory
 
 
 def _list_files(folder: Path, subfolder: str, depth: int) -> Iterator[tuple[str, str]]:

@@ -55,7 +55,7 @@ def peek(
 
 
 def choose_samples(table: ShardTable, count: int, seed: int | None) -> list[tuple[int, int]]:
-    """Return (shard, sample number) of random samples in order, or of the first without `seed`."""
+    """Return sorted (shard, number in it) of random samples; without `seed`, of the first."""
     count = min(count, table.total)
     if seed is None:
         indices = np.arange(count)
@@ -67,7 +67,7 @@ def choose_samples(table: ShardTable, count: int, seed: int | None) -> list[tupl
     return list(zip(shards.tolist(), numbers.tolist()))
 
 
-_COLUMNS, _LINES = 6, 9
+_COLUMNS, _LINES = 6, 9  # cards in a row, lines of text below an image
 _WIDTH, _LINE = 2.4, 0.15  # inches: side of a card's image, height of a line below it
 _COLOURS = ("#d62728", "#1f77b4", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2")
 
@@ -102,7 +102,7 @@ def sample_card(shards: ShardIndex, shard: int, number: int, boxes: bool = False
 
 
 def draw_sheet(cards: Sequence[Card], path: Path) -> None:
-    """Draw cards in rows into a PNG; its folder is made."""
+    """Draw cards in rows into a PNG; create its folder."""
     columns = min(len(cards), _COLUMNS)
     rows = -(-len(cards) // columns)
     figure = Figure(figsize=(columns * _WIDTH, rows * (_WIDTH + _LINE * (_LINES + 2))))

@@ -204,7 +204,7 @@ def _check_folder(out: Path, settings: dict[str, object]) -> None:
 def _digest_shards(shards: Sequence[Shard]) -> str:
     digest = blake2b(digest_size=16)
     for shard in shards:
-        # With the time, as changed tars often have the same size: they are padded to 10 KiB.
+        # With the time: changed tars often have the same size, as they are padded to 10 KiB.
         status = shard.path.stat() if shard.path.is_file() else None
         size, time = (0, 0) if status is None else (status.st_size, status.st_mtime_ns)
         digest.update(f"{shard.folder.resolve()}\0{shard.name}\0{size}\0{time}\0".encode())
@@ -223,4 +223,4 @@ def _describe_repeated(occurrences: Iterable[tuple[Shard, str]]) -> str:
     rest = len(examples) - _MAX_EXAMPLES
     more = f" and {rest} more" if rest > 0 else ""
     listing = ", ".join(examples[:_MAX_EXAMPLES])
-    return f"{len(examples)} keys come more than once: {listing}{more}"
+    return f"{len(examples)} keys are not unique: {listing}{more}"

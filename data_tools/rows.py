@@ -1,4 +1,4 @@
-"""Readers of annotation files: rows of JSON, validated for a converter; bad rows are counted."""
+"""Readers of annotation files: rows of JSON, validated for a converter; bad rows are faults."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LocatedRow = tuple[str, Any]  # location for messages, content
 
 
 class LayoutCheck:
-    """Check that a file is the right one: a ConfigError if all its rows, or the first 100, are bad.
+    """Check for a wrong file: ConfigError if all of its rows, or the first 100, are bad.
 
-    Set `has_good_row` at a good row, call `add_bad_row` for a bad one, and `finish` after the last.
+    Set `has_good_row` at a good row, call `add_bad_row` at a bad row, and `finish` after all rows.
     """
 
     MAX_BAD_ROWS = 100
@@ -34,7 +34,7 @@ class LayoutCheck:
         self._problems: list[str] = []
 
     def add_bad_row(self, problem: str) -> None:
-        """Count a bad row; ConfigError with the first problem if all of many rows are bad."""
+        """Record a bad row; ConfigError with the first problem at 100 bad rows and no good row."""
         if not self.has_good_row:
             self._problems.append(problem)
             if len(self._problems) == self.MAX_BAD_ROWS:
@@ -76,9 +76,8 @@ class JsonLinesError(ConfigError):
 def read_json(path: Path, faults: Faults) -> Any:
     """Return the content of a JSON file, gzipped or not.
 
-    Bad text costs its row alone, a member of the list at the top, or of a list in the object at the
-    top: with other bytes than UTF-8 the row is None, and lone surrogates (`\\ud83d`) in it become
-    U+FFFD, which is counted.
+    Rows are the items of the top-level list, or of lists in the top-level object. A row with bytes
+    that are not UTF-8 becomes None; lone surrogates (`\\ud83d`) in a row become U+FFFD, a fault.
     """
     try:
         with _open(path) as file:
@@ -88,7 +87,7 @@ def read_json(path: Path, faults: Faults) -> Any:
         except ValueError:
             text = data.decode("utf-8-sig", "surrogateescape")
             content = parse_json(text, "surrogateescape")
-        # Without such escapes U+FFFD is the file's own character, and not counted.
+        # Without escaped surrogates, U+FFFD is a character of the file and no fault.
         surrogate_faults = faults if _SURROGATE.search(text) else []
         if isinstance(content, dict):
             return {
@@ -114,7 +113,7 @@ def _check_rows(value: Any, where: str, faults: Faults) -> Any:
 
 
 def _check_row(row: Any, where: str, faults: Faults) -> Any:
-    """Return a row, None if it is not UTF-8; U+FFFD is counted as a lone surrogate."""
+    """Return a row, None if it is not UTF-8; U+FFFD, from a lone surrogate, is a fault."""
     text = json.dumps(row, ensure_ascii=False)
     if not is_utf8(text):
         return None
@@ -135,7 +134,7 @@ def _parse_row(source: str | bytes, where: str, faults: Faults) -> Any:
 
 
 def json_lines(path: Path, faults: Faults) -> Iterator[LocatedRow]:
-    """Yield the objects of a JSON Lines file, gzipped or not; bad lines are counted."""
+    """Yield the objects of a JSON Lines file, gzipped or not; bad lines are faults."""
     check = LayoutCheck()
     for number, line in enumerate(raw_lines(path), 1):
         if not line.strip():
@@ -175,7 +174,7 @@ def list_rows(content: Any, path: Path, key: str | None = None) -> Iterator[Loca
 def parse_rows(
     rows: Iterable[LocatedRow], layout: type[AnyRow], faults: Faults
 ) -> Iterator[AnyRow]:
-    """Yield rows validated against a layout; rows of another layout are counted."""
+    """Yield rows validated against a layout; rows of another layout are faults."""
     return (row for _, row in parse_numbered_rows(rows, layout, faults))
 
 
@@ -200,7 +199,7 @@ def parse_numbered_rows(
 def parse_parts(
     parts: Iterable[Any], layout: type[AnyRow], where: str, faults: Faults
 ) -> Iterator[AnyRow]:
-    """Yield the parts of a row validated against a layout; parts of another layout are counted."""
+    """Yield the parts of a row validated against a layout; parts of another layout are faults."""
     for part in parts:
         try:
             yield layout.model_validate(part)
@@ -305,7 +304,7 @@ def streamed_list(path: Path, faults: Faults) -> Iterator[LocatedRow]:
                 block = file.read(max(CHARACTERS, len(text) - start))
                 if not block:
                     raise ConfigError(
-                        f"{display_path(path)}: damaged or cut off behind row {number}; download "
+                        f"{display_path(path)}: damaged or truncated after row {number}; download "
                         "it again"
                     )
                 text, start = text[start:] + block, 0

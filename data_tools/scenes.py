@@ -96,11 +96,11 @@ class SceneOptions:
             number = getattr(self, name)
             if number < smallest:
                 option = name.replace("_", "-")
-                raise ConfigError(f"--{option} is {number}, at least {smallest}")
+                raise ConfigError(f"--{option} {number}: give at least {smallest}")
         limits = zip(Variety._fields, self.variety, MIN_VARIETY, MAX_VARIETY)
         for name, value, lower, upper in limits:
             if not lower <= value <= upper:
-                raise ConfigError(f"--{name} is {value}, {lower} to {upper} are possible")
+                raise ConfigError(f"--{name} {value}: give {lower} to {upper}")
         unknown = [kind for kind in self.kinds or () if kind not in SWAP_KINDS]
         if unknown:
             raise ConfigError(f"--kinds {unknown[0]}: {nearest(unknown[0], SWAP_KINDS)}")
@@ -234,7 +234,7 @@ def _check_folder(out: Path, options: SceneOptions) -> None:
         stored = parse_json(path.read_text())
         if stored != settings:
             raise ConfigError(
-                f"{path} says {stored}, this command {settings}: choose another --out, or delete "
+                f"{path} has {stored}, this command {settings}: choose another --out, or delete "
                 f"{out}"
             )
     else:

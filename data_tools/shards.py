@@ -38,7 +38,7 @@ class Shard(NamedTuple):
 
 
 class ShardReader(ShardFile):
-    """An open shard: its samples in order, and the damage behind them; `missing`: not opened."""
+    """An open shard: `samples` in order, `problem` after them, `missing` if it cannot be opened."""
 
     path: Path
 
@@ -70,14 +70,14 @@ class ShardReader(ShardFile):
 def shards_of(folders: Sequence[Path]) -> list[Shard]:
     """Return every `*.tar` of the folders, by folder, then by name.
 
-    Raises ConfigError where the index of a folder lists other shards.
+    Raises ConfigError if a folder's index lists other shards.
     """
     folders_read: set[Path] = set()
     shards: list[Shard] = []
     for folder in folders:
         shards += tars_in(folder)
         if folder.resolve() in folders_read:
-            raise ConfigError(f"{folder}: given twice; name each folder once")
+            raise ConfigError(f"{folder}: listed twice; name each folder once")
         folders_read.add(folder.resolve())
         if (folder / INDEX_NAME).exists():
             ShardIndex.open(folder)
@@ -85,7 +85,7 @@ def shards_of(folders: Sequence[Path]) -> list[Shard]:
 
 
 def tars_in(folder: Path) -> list[Shard]:
-    """Return every `*.tar` of a folder by name, whatever its index lists."""
+    """Return every `*.tar` of a folder by name, also if its index does not list it."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder of shards")
     names = sorted(path.name for path in folder.glob("*.tar"))
@@ -125,7 +125,7 @@ def hash_names(names: Iterable[str]) -> NameHashes:
 
 
 def find_repeated(hashes: Sequence[NameHashes]) -> tuple[int, NameHashes]:
-    """Return the number of different hashes in all arrays, and the repeated ones, sorted."""
+    """Return the number of distinct hashes in all arrays, and the sorted hashes that repeat."""
     values, counts = np.unique(
         np.concatenate([np.empty(0, np.uint64), *hashes]), return_counts=True
     )
@@ -135,7 +135,7 @@ def find_repeated(hashes: Sequence[NameHashes]) -> tuple[int, NameHashes]:
 def repeated_keys(
     shards: Sequence[Shard], hashes: NameHashes, executor: Executor
 ) -> Iterator[tuple[Shard, str]]:
-    """Yield each sample, in order, of which the key has one of the `hashes`: (shard, key)."""
+    """Yield (shard, key) of samples, in order, with a key that has one of the `hashes`."""
     work = partial(_keys_with, hashes=hashes)
     for shard, keys in scan(work, shards, executor, "repeated keys"):
         for key in keys:

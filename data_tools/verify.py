@@ -47,7 +47,7 @@ from vlp.lock import FolderLock
 
 
 class Finding(NamedTuple):
-    """Result for a shard, or for a folder as a whole (`contents` is None)."""
+    """Result for a shard, or for a whole folder (`contents` is None)."""
 
     damage: list[Damage]
     contents: ShardContents | None = None
@@ -67,9 +67,9 @@ def verify(
 
         vlp data verify shards/cc3m shards/sbu --report damage.tsv
 
-    Damage is printed when it is found, and counted by kind at the end. --report FILE has a line for
-    each: kind, tab, place; with it, the same command continues an interrupted check. The exit code
-    is 1 if there is damage. A flipped byte that leaves an image decodable is found only if
+    Damage is printed as it is found, and counted by kind at the end. --report FILE has a line for
+    each: kind, tab, location; with it, the same command continues an interrupted check. The exit
+    code is 1 if there is damage. A flipped byte that leaves an image decodable is found only if
     manifest.json has the sha256 of the shard.
     """
     executor = workers.workers()
@@ -132,7 +132,7 @@ def check(
 ) -> Iterator[Finding]:
     """Check the shards of a folder one by one, then all together with index and manifest."""
     shards = []
-    # Without any shard, an index or a manifest still lists which ones are missing.
+    # A folder without any shard is checked if an index or a manifest lists missing shards.
     is_listed = any((folder / name).exists() for name in (INDEX_NAME, MANIFEST_NAME))
     if not is_listed or any(folder.glob("*.tar")):
         shards = tars_in(folder)
@@ -194,7 +194,7 @@ def _check_headers(shard: ShardReader, sample: SampleFiles) -> Iterator[BadSampl
 
 def _check_content(shard: ShardReader, sample: SampleFiles) -> Iterator[BadSample]:
     try:
-        # `check` reports repeated keys, over all shards: here such a sample is read like any other.
+        # Reading refuses repeated keys, which `check` reports for all shards.
         raw = shard.read(sample._replace(repeated=False))
     except BadSample as bad:
         yield bad
@@ -245,7 +245,7 @@ def _report(damage: Damage, count: int, report: IO[str] | None) -> None:
     if count <= _MAX_PRINTED:
         tqdm.write(f"{damage.kind}: {damage.where}")
     elif count == _MAX_PRINTED + 1:
-        tqdm.write(f"{damage.kind}: more of them, which are counted")
+        tqdm.write(f"{damage.kind}: more, which are only counted")
 
 
 class Damage(NamedTuple):
@@ -347,11 +347,11 @@ def against_manifest(
 
 
 def _difference(entry: object, contents: ShardContents, fields: Sequence[str]) -> str | None:
-    """Return the first difference as text; None if all fields are equal or None on one side."""
+    """Return the first difference as text, else None; a field that is None is not compared."""
     for field in fields:
         expected, actual = getattr(entry, field), getattr(contents, field)
         if expected is not None and actual is not None and expected != actual:
-            return f"{field}: {actual}, {expected} is written"
+            return f"{field}: {actual}, but {expected} is listed"
     return None
 
 

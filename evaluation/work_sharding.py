@@ -72,7 +72,7 @@ class ProcessGroup(NamedTuple):
         return [merged[block] for block in range(count)]
 
     def share(self, count: int) -> range:
-        """Return this rank's consecutive blocks; lengths differ by at most one."""
+        """Return this rank's consecutive share of `count` blocks; shares differ by at most one."""
         return range(
             self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size
         )
@@ -145,7 +145,7 @@ class Readable(Protocol):
     def __len__(self) -> int:
         """Return the number of items."""
 
-    def read(self, index: int) -> Any:
+    def read(self, number: int) -> Any:
         """Read an item, which has a method `without_images`; raise BadSample to skip it."""
 
 

@@ -117,11 +117,11 @@ class ConcatImages:
     def __len__(self) -> int:
         return self._length
 
-    def read(self, index: int) -> LabelledImage:
-        """Read an image by its index in the data set; raise BadSample to skip it."""
-        source = bisect_right(self._ends, index)
+    def read(self, number: int) -> LabelledImage:
+        """Read image `number`, from 0, of the data set; raise BadSample to skip it."""
+        source = bisect_right(self._ends, number)
         start = self._ends[source - 1] if source else 0
-        return self._sources[source].read(index - start)
+        return self._sources[source].read(number - start)
 
 
 # With more than 20 classes, the table has the 10 worst and the 10 best.

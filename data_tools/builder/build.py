@@ -53,10 +53,10 @@ def build_in_steps(
     total: int | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Generator[dict[str, Any], None, None]:
-    """Write shards, their index and `OUT/manifest.json` in two steps; shards up to date are kept.
+    """Write shards, their index and `OUT/manifest.json`; shards up to date are not written again.
 
-    Yields {} once `specs` fit the shards in `out`, before a shard is written, then the manifest.
-    `arguments` are the command-line arguments on which the shards depend.
+    Yields {} after `specs` were checked against the shards in `out`, before a shard is written;
+    then the manifest. arguments: command-line arguments on which the shards depend.
     """
     settings = {
         "version": BUILD_VERSION,
@@ -74,15 +74,15 @@ def build_in_steps(
             if options.replace:
                 _move_earlier_build(out, build_settings)
             journal = stack.enter_context(Journal(out, build_settings))
-            # A killed run leaves unfinished shards, and so does an error of this run.
+            # Left by a killed run; at the end of the context, by an error of this run.
             _remove_unfinished(out)
             stack.callback(_remove_unfinished, out)
             plan = BuildPlan(originals, journal, options, take_down)
             jobs = plan.jobs(specs)
-            # The first job comes only after the list was checked against the existing shards.
+            # Yielded after the check of the specs against all existing shards.
             first = list(islice(jobs, 1))
             yield {}
-            # Shards of an earlier run do not count for the bar's speed.
+            # Shards of an earlier run do not count in the bar's speed.
             initial = plan.num_unchanged
             with tqdm(
                 total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial
@@ -138,7 +138,7 @@ def _move_earlier_build(out: Path, build_settings: Mapping[str, Any]) -> None:
 def _publish(journal: Journal, record: Record, process: int) -> None:
     unfinished = temporary_path(journal.folder, record.number, process)
     path = journal.folder / record.name
-    # The index lists the previous shard, perhaps with the same size: tars are padded to 10 KiB.
+    # Delete the index before the shard changes. Its sizes may still fit: tars are padded to 10 KiB.
     (journal.folder / INDEX_NAME).unlink(missing_ok=True)
     journal.add(record)
     if record.samples:
@@ -155,7 +155,7 @@ def _remove_unfinished(out: Path) -> None:
 
 
 def _update_index(out: Path, manifest: Mapping[str, Any]) -> None:
-    # Indexing reads every shard, so an index that fits is kept.
+    # An index that fits is kept, as indexing reads every shard.
     shards = [(shard["name"], shard["samples"], shard["bytes"]) for shard in manifest["shards"]]
     if not shards:
         (out / INDEX_NAME).unlink(missing_ok=True)
@@ -228,12 +228,12 @@ class CorpusPart(NamedTuple):
     """A folder of shards to build: `OUT/NAME`, or OUT with an empty name."""
 
     name: str
-    specs: Specs | Callable[[Originals], Specs]  # or a function of the images that returns them
+    specs: Specs | Callable[[Originals], Specs]  # or a function that returns specs for the images
     total: int | None = None  # samples, for the progress bar
 
 
 class Target(NamedTuple):
-    """Output folder and options of a build, and what its manifest says."""
+    """Output folder and options of a build, and fields of its manifest."""
 
     out: Path
     build: BuildOptions
@@ -275,8 +275,8 @@ def make_corpus(
 ) -> int:
     """Build all parts and print their manifests; returns the exit code (1: no sample written)."""
     try:
-        with unpack_archives(images, target.out) as places:
-            return build_parts(target, parts, originals(places))
+        with unpack_archives(images, target.out) as paths:
+            return build_parts(target, parts, originals(paths))
     except OSError as error:
         raise ConfigError(f"{error.filename or target.out}: {error.strerror}") from error
 
@@ -331,7 +331,7 @@ def key_of(identifier: str) -> str:
 
 
 def stems_of(names: Iterable[str]) -> dict[str, str]:
-    """Return by name a stem that gives a unique key: file stem, else path, else whole name."""
+    """Return stems by name: file stem, else path and stem, else name, the first with unique key."""
     forms: tuple[Callable[[str], str], ...] = (
         lambda name: PurePosixPath(name).stem,
         lambda name: str(PurePosixPath(name).parent / PurePosixPath(name).stem),
@@ -351,8 +351,8 @@ def stems_of(names: Iterable[str]) -> dict[str, str]:
 def image_identity(name: str, source: str, unique_stem: str | None = None) -> tuple[str, str]:
     """Return (source, image_id) of an image file: the id is its stem, or `unique_stem` if given.
 
-    A COCO name, `COCO_val2014_000000000042.jpg`, gives ("coco", "42") in any source, so that an
-    image of several benchmarks has one identity; so does `000000000042.jpg` in source "coco".
+    `COCO_val2014_000000000042.jpg` gives ("coco", "42") in any source, so that an image of several
+    benchmarks has one identity; `000000000042.jpg` does so in source "coco".
     """
     stem = PurePosixPath(name).stem
     if unique_stem not in (None, stem):

@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 
 
 def has_text(annotation: Annotation) -> bool:
-    """Return whether a sample can be trained on: it has a text of any kind, a label or a box."""
+    """Return whether a sample is of use for a training: it has a text, a label or a box."""
     fields = ("hypothesis", "statement", "label", "questions", "expressions", "boxes")
     # A label may be False.
     return bool(captions_of(annotation)) or any(
@@ -55,7 +55,7 @@ def clean_caption(text: str) -> str:
     # Twice, as some crawls escape entities twice.
     text = _ENTITY.sub(_decode_entity, _ENTITY.sub(_decode_entity, text))
     text = unicodedata.normalize("NFC", _PHRASE.sub(r"\1", text))
-    # Printable ASCII, the usual case, needs no look at each character.
+    # Printable ASCII, the usual case, has only visible characters.
     if not text.isascii() or not text.isprintable():
         text = "".join(map(_visible_form, text))
     # CC12M has `<PERSON>` where CC3M has `person`.
@@ -117,7 +117,7 @@ class Line(NamedTuple):
 
 
 class TakeDown:
-    """Samples to leave out, by key, `image_id` or `url`; lines that named a sample so far."""
+    """Samples to leave out, by key, `image_id` or `url`; `matched_lines`: lines with a sample."""
 
     def __init__(self, lines: frozenset[str] = frozenset()) -> None:
         self.lines = lines
@@ -140,12 +140,13 @@ class TakeDown:
                 lines[folder] |= set()
             elif key := _COMMENT.split(line)[0].strip():
                 lines[folder].add(key)
+        if out is not None and out.resolve() in lines:
+            return cls(frozenset(lines[out.resolve()] | lines[None]))
         # A folder without a heading gets all lines.
-        local = lines.get(out.resolve()) if out is not None else None
-        return cls(frozenset().union(*(lines.values() if local is None else (local, lines[None]))))
+        return cls(frozenset().union(*lines.values()))
 
     def matches(self, key: str, annotation: Annotation) -> bool:
-        """Return whether a line is this sample's key, `image_id` or `url`, and note the line."""
+        """Return whether a line is this sample's key, `image_id` or `url`; record the line."""
         url = (annotation.model_extra or {}).get("url")
         lines = self.lines.intersection(
             name for name in (key, annotation.image_id, url) if isinstance(name, str)
@@ -155,12 +156,12 @@ class TakeDown:
 
 
 def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterable[Path]) -> int:
-    """Write a take-down list of some folders atomically; returns the number of keys."""
+    """Write a take-down list of `folders` atomically; returns the number of keys."""
     count, folder = 0, None
     with atomic_write(path, error=ConfigError) as file:
         file.write(f"# {heading}\n".encode())
-        # A heading also for a folder without a line, or all lines would count for it.
-        file.writelines(f"# of {other}:\n".encode() for other in dict.fromkeys(folders))
+        # A heading for a folder without lines, too: `TakeDown.read` gives others all lines.
+        file.writelines(f"# of {name}:\n".encode() for name in dict.fromkeys(folders))
         for line in lines:
             if line.folder != folder:
                 folder = line.folder

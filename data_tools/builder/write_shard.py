@@ -89,13 +89,14 @@ def fit_boxes(
     is_unchanged = turn == 1 and annotated_size == upright == image.size
 
     def fit(box: Sequence[float]) -> tuple[str | None, list[float] | None]:
+        """Return the kind of fault, None if there is none, and the new box, None to drop it."""
         if turn is None:
             return OTHER_SHAPE, None
         kind, corners = clip_box(box, annotated_size)
         if corners is None:
             return kind, None
         x, y, width, height = box
-        # Neither scaled nor rounded: the box keeps all its digits.
+        # Not scaled, so not rounded: the box keeps all its digits.
         if is_unchanged and corners == (x, y, x + width, y + height):
             return None, list(box)
         left, top, right, bottom = relative_corners(corners, annotated_size, turn)
@@ -114,7 +115,7 @@ def fit_boxes(
                 new_boxes.append(new_box)
         return new_boxes
 
-    # Words and expressions without a box are dropped: they have nothing to point at.
+    # Words and expressions without a box are dropped.
     update: dict[str, Any] = {}
     if annotation.expressions is not None:
         update["expressions"] = [
@@ -123,17 +124,16 @@ def fit_boxes(
             for box in fit_all([expression.box], [f"expression {expression.id}"])
         ]
     if annotation.words is not None:
-        update["words"] = [
-            word.model_copy(update={"box": boxes[0], "others": boxes[1:] or None})
-            for word in annotation.words
-            if (
-                boxes := fit_all(
-                    (word.box, *(word.others or ())), repeat(f"word {word.caption}.{word.index}")
-                )
-            )
-        ]
+        update["words"] = []
+        for word in annotation.words:
+            name = f"word {word.caption}.{word.index}"
+            boxes = fit_all((word.box, *(word.others or ())), repeat(name))
+            if boxes:
+                word_update = {"box": boxes[0], "others": boxes[1:] or None}
+                update["words"].append(word.model_copy(update=word_update))
     for field in ("boxes", "proposals"):
-        if (boxes := getattr(annotation, field)) is not None:
+        boxes = getattr(annotation, field)
+        if boxes is not None:
             update[field] = fit_all(boxes, (f"{field} {number}" for number in count()))
     return (annotation.model_copy(update=update) if update else annotation), faults
 
@@ -182,7 +182,7 @@ class ShardJob(NamedTuple):
     folder: Path
     items: Sequence[ShardItem]
     inputs: str  # sha256 of the items
-    take_down_keys: frozenset[str]  # of its samples that the take-down list names
+    take_down_keys: frozenset[str]  # keys of samples to leave out
     options: BuildOptions
     previous: Record | None  # an earlier run's, with the same inputs
 
@@ -197,7 +197,7 @@ def temporary_path(folder: Path, number: int, process: int) -> Path:
 
 def make_shard(job: ShardJob) -> tuple[Record, int]:
     """Write a shard to `temporary_path`; returns its record and the process id in the path."""
-    # Two processes may write one shard: a cluster starts a job again whose worker seems lost.
+    # A cluster may run a job twice at once, if it believes the first worker lost.
     process = os.getpid()
     path = temporary_path(job.folder, job.number, process)
     failures: dict[str, list[str]] = defaultdict(list)
@@ -312,13 +312,13 @@ def _write_sample(
 
 
 JOURNAL_NAME = "build.jsonl"
-REMEDY = "--replace what is there"
+REMEDY = "pass --replace"
 
 
 def require_same_settings(
     out: Path, stored: Mapping[str, Any], settings: Mapping[str, Any], remedy: str
 ) -> None:
-    """Refuse a folder with shards of other settings; settings that it does not store are equal."""
+    """Refuse a folder with shards of other settings; only settings in `stored` are compared."""
     changed = [name for name in stored if stored[name] != settings.get(name)]
     if not changed:
         return
@@ -333,8 +333,8 @@ def require_same_settings(
 
 
 def require_build_shards(folder: Path, has_build: bool) -> None:
-    """Refuse tars in OUT that no build wrote; they are neither deleted nor read with the shards."""
-    # A kill may leave a build's shard without a record; it is then written again.
+    """Refuse tars that no build wrote: they would be read with the shards, or deleted."""
+    # A shard's name is enough: a kill may leave a build's shard without a record.
     for path in folder.glob("*.tar"):
         if not (has_build and _is_shard_name(path.name)):
             raise ConfigError(
@@ -369,7 +369,7 @@ class Journal:
 
     def add(self, record: Record) -> None:
         """Add a finished shard, just before its file is renamed to its final name."""
-        # After a kill between the two, the file's sha256 shows that the earlier record is right.
+        # After a kill between record and rename, `_read` finds the earlier record by its sha256.
         self.records[record.number] = record
         self._append(record.model_dump())
 
@@ -391,7 +391,10 @@ class Journal:
             self._path.unlink()
 
     def _read(self) -> bool:
-        """Read the settings and records, if any; returns whether the file has whole lines."""
+        """Read settings and records, and drop a last line that a kill made invalid.
+
+        Returns whether any line is left.
+        """
         lines = self._path.read_bytes().split(b"\n")
         size = 0  # of whole lines
         last, previous = None, None
@@ -409,7 +412,7 @@ class Journal:
                     raise
                 reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
                 raise ConfigError(
-                    f"{self._path}: line {number} is not of a build ({reason}); {REMEDY}"
+                    f"{self._path}: line {number} is not a record of a build ({reason}); {REMEDY}"
                 ) from error
             size += len(line) + 1
         # A kill between `add` and the renaming left the previous file in place: drop the last line.
@@ -441,7 +444,7 @@ def _is_shard_name(name: str) -> bool:
 
 
 class BuildPlan:
-    """Division of a list of samples into shards, and the choice of those to write."""
+    """Division of a list of samples into shards, and selection of the shards to write."""
 
     def __init__(
         self, originals: Originals, journal: Journal, options: BuildOptions, take_down: TakeDown
@@ -456,7 +459,7 @@ class BuildPlan:
 
     def jobs(self, specs: Iterable[SampleSpec | Fault]) -> Iterator[ShardJob]:
         """Yield the shards to write, after checking the list against all existing shards."""
-        # The check ends at the last existing shard; jobs before it wait in a file.
+        # Until the last existing shard is checked, jobs wait in a file.
         folder = self.journal.folder
         names = (path.stem.removeprefix("shard-") for path in folder.glob("*.tar"))
         last = max(map(int, names), default=-1)
@@ -507,7 +510,7 @@ class BuildPlan:
             record = self.journal.records.get(number)
             ends_record = record is not None and len(items) == record.wanted
             # The earlier run's last shard may list many samples that had no image then. --retry
-            # ends it after `samples_per_shard` images, once it has all samples that it stores.
+            # ends it at `samples_per_shard` samples with images, but not before its stored samples.
             may_end = record is None or (self.options.retry and number == last and not pending)
             if ends_record or (may_end and present >= self.options.samples_per_shard):
                 yield items
@@ -533,9 +536,10 @@ class BuildPlan:
             path = self.journal.folder / record.name
             if not path.is_file() or path.stat().st_size != record.bytes:
                 record = None
-        retry = self.options.retry and record is not None and record.failures.keys() & RETRYABLE
-        if record is not None and set(record.taken_down) == take_down_keys and not retry:
-            return None
+        if record is not None and set(record.taken_down) == take_down_keys:
+            may_retry = self.options.retry and record.failures.keys() & RETRYABLE
+            if not may_retry:
+                return None
         return ShardJob(
             number, self.journal.folder, items, inputs, take_down_keys, self.options, record
         )
@@ -548,7 +552,7 @@ class BuildPlan:
             path = self.journal.folder / shard_name(number)
             raise ConfigError(
                 f"{path}: holds {lost[0]}, one of {len(lost)} samples that this list does not "
-                "have there (new samples must follow the old ones); choose another --out, or "
+                "have in this shard; add new samples after the old ones, choose another --out, or "
                 f"{REMEDY}"
             )
 

@@ -34,7 +34,7 @@ from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Box, Expression
 
 LICENCE = "that of the data set which the lists were made from"
-UNKNOWN = "albef"  # source of an image if its path tells none
+UNKNOWN = "albef"  # source of an image if its path matches none of `_SOURCES`
 # Sources by a pattern of the image's path without extension.
 _SOURCES = {
     "flickr30k": re.compile("flickr30k", re.IGNORECASE),
@@ -45,14 +45,14 @@ _SOURCES = {
 
 class _RetrievalRow(Row):
     image: str
-    caption: str | list[Any]  # one in training lists, several in others
+    caption: str | list[Any]  # a list except in training lists
 
 
 class _VqaRow(Row):
     image: str
     question: str
     question_id: str | None = None
-    answer: str | list[Any] | None = None  # one of Visual Genome, none in test lists
+    answer: str | list[Any] | None = None  # str for Visual Genome, None in test lists
     dataset: str = "vqa"
 
 
@@ -97,11 +97,11 @@ def albef(
 ) -> int:
     """ALBEF's JSON lists to shards: retrieval, vqa, nlvr, ve or refcoco (--kind).
 
-    --annotations takes the lists; --images the images (folders, tars, zips), under the paths in the
-    lists or their file names alone. Captions, questions and expressions of an image become one
-    sample. Ids count rows from 0: `row` of pairs and statements within their list, the id of an
-    expression over all lists, that of a question without an id in its list, after the list's name.
-    Lists of RefCOCO+ have no boxes: give --refs and --instances, the official files.
+    --annotations takes the lists; --images folders, tars or zips with the images under their paths
+    in the lists, or under their file names. Captions, questions and expressions of an image become
+    one sample. Rows are counted from 0: `row` of a pair or statement is its row in the list, the id
+    of an expression its row over all lists; a question without an id gets LIST-ROW. Lists of
+    RefCOCO+ have no boxes: give --refs and --instances, the official files.
     """
     grounding = {"refs": refs, "instances": instances, "detections": detections}
     if kind != "refcoco" and any(path is not None for path in grounding.values()):
@@ -129,7 +129,7 @@ def albef(
 
 
 def _retrieval_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    # An image has several rows in a training list.
+    # A training list has a row per caption.
     captions: dict[str, list[str]] = {}
     for path in paths:
         for row in parse_rows(json_rows(path, faults), _RetrievalRow, faults):
@@ -140,7 +140,7 @@ def _retrieval_samples(paths: Sequence[Path], faults: Faults) -> Iterator[Sample
 
 
 def _vqa_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSpec]:
-    # An image has several rows, perhaps in several lists.
+    # A list has a row per question; an image may be in several lists.
     questions: dict[str, list[PlainQuestion]] = {}
     question_ids: set[str] = set()
     for path in paths:
@@ -194,7 +194,7 @@ def _refcoco_samples(
     """Yield a sample per image with all its expressions, in the order of their first rows."""
     expressions: dict[str, list[Expression]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    num_rows = 0  # of the lists before
+    num_rows = 0  # in earlier lists
     for path in paths:
         rows = list(json_rows(path, faults))
         for number, row in parse_numbered_rows(rows, _RefcocoRow, faults):
@@ -230,7 +230,7 @@ _KINDS: dict[str, Callable[[Sequence[Path], Faults], Iterator[SampleSpec]]] = {
 def _labelled_rows(
     paths: Sequence[Path], layout: type[Labelled], is_valid: Callable[[str], bool], faults: Faults
 ) -> Iterator[tuple[str, int, Labelled]]:
-    """Yield (key, number in the list from 0, row) of rows with a valid label."""
+    """Yield (key, index in the list, row) of rows with a valid label."""
     for path in paths:
         for number, row in parse_numbered_rows(json_rows(path, faults), layout, faults):
             key = key_of(f"{path.stem}-{number}")
@@ -255,12 +255,12 @@ def _question(question_id: str, row: _VqaRow, faults: Faults) -> PlainQuestion:
 def _image_sample(image: str, content: dict[str, Any]) -> SampleSpec:
     source, image_id = _identity(image)
     annotation = Annotation(source=source, image_id=image_id, **content)
-    # The key has the folders, as images of two data sets may have the same number.
+    # The key has the folders, as images of two data sets may have the same file name.
     return SampleSpec(key_of(image.rpartition(".")[0].strip("/.")), (image,), annotation)
 
 
 def _identity(image: str) -> tuple[str, str]:
-    """Return (source, image_id) of an image's path; of an unknown source the id is the path."""
+    """Return (source, image_id) of an image's path; the id is the path if the source is unknown."""
     path = str(PurePosixPath(image).with_suffix(""))
     source = next((name for name, pattern in _SOURCES.items() if pattern.search(path)), UNKNOWN)
     source, image_id = image_identity(image, source)

@@ -1,4 +1,4 @@
-"""Images with captions by people to shards: Flickr8k, Flickr30k, COCO, Visual Genome's regions."""
+"""Images with human captions to shards: Flickr8k, Flickr30k, COCO, Visual Genome's regions."""
 
 from __future__ import annotations
 
@@ -58,8 +58,7 @@ class Entry(NamedTuple):
 class _KarpathyImage(Row):
     filename: str
     split: SplitName
-    # A bad sentence costs itself, not its image.
-    sentences: list[Any]
+    sentences: list[Any]  # not validated here: a bad sentence is dropped, its image is not
     filepath: str | None = None
     cocoid: Any = None
 
@@ -186,7 +185,7 @@ def coco(
             name = stem if stems.count(stem) == 1 else path.resolve().parent.name
             if name in [part.name for part in parts]:
                 raise ConfigError(f"{path}: another file makes OUT/{name} too; rename one")
-            # All parts use --instances, so every manifest counts the faults of those files.
+            # All parts use --instances, so the manifest of each counts the faults of these files.
             part_faults = [*faults, *file_faults]
             parts += [_official_part(content, path, name, max_words, category_words, part_faults)]
         else:
@@ -289,9 +288,7 @@ def read_tokens(path: Path, lists: Sequence[Path], faults: Faults) -> list[Entry
             check.add_bad_row(f"{where}: this should be IMAGE.jpg#NUMBER<TAB>CAPTION")
             faults.append(Fault("line of another layout", where))
     check.finish()
-    splits = (
-        dict.fromkeys(captions, "all") if not lists else _listed_splits(lists, captions, faults)
-    )
+    splits = _listed_splits(lists, captions, faults) if lists else dict.fromkeys(captions, "all")
     stems = stems_of(captions)
     return [
         Entry(image, splits[image], texts, "flickr30k", stems[image], key_of_image(stems[image]))
@@ -358,7 +355,7 @@ def _official_part(
     images = list(parse_rows(list_rows(content, path, "images"), _CocoImage, faults))
     stems = stems_of(image.file_name for image in images)
     names = {image.id: image.file_name for image in images}
-    # If several files have one id, its captions may belong to any of them.
+    # Ids of several files: a caption may belong to any of these files.
     ambiguous_ids = {image.id for image in images if names[image.id] != image.file_name}
 
     def samples() -> Iterator[SampleSpec | Fault]:
@@ -367,14 +364,13 @@ def _official_part(
             if image.id in ambiguous_ids:
                 yield Fault("image id of several files", f"{image.id} ({image.file_name})")
                 continue
-            objects = category_words
-            if objects is not None and objects.is_other_file(image.id, image.file_name):
+            instances = category_words
+            if instances is not None and instances.is_other_file(image.id, image.file_name):
                 yield Fault("instances of another image of this id (kept)", f"{image.id}")
-                objects = None
+                instances = None
             texts, dropped = clean_captions(captions.get(image.id, ()), key, max_words)
             yield from dropped
-            # Other data sets in COCO's layout, such as VizWiz, count their images from 0: an id of
-            # theirs is not COCO's image.
+            # Data sets in COCO's layout, such as VizWiz, number their own images from 0.
             is_coco = PurePosixPath(image.file_name).stem.endswith(f"{image.id:012d}")
             annotation = Annotation(
                 captions=texts,
@@ -382,13 +378,13 @@ def _official_part(
                 image_id=str(image.id),
                 url=image.coco_url,
                 flickr_url=image.flickr_url,
-                boxes=None if objects is None else objects.boxes(image.id),
-                words=None if objects is None else objects.words(image.id, texts),
+                boxes=None if instances is None else instances.boxes(image.id),
+                words=None if instances is None else instances.words(image.id, texts),
             )
-            size = None if objects is None else objects.size(image.id)
+            size = None if instances is None else instances.size(image.id)
             yield SampleSpec(key, (image.file_name,), annotation, size)
-        for number in captions.keys() - {image.id for image in images}:
-            yield Fault("captions of an unknown image", str(number))
+        for image_id in captions.keys() - {image.id for image in images}:
+            yield Fault("captions of an unknown image", str(image_id))
         yield from faults
 
     return CorpusPart(name, samples(), len(images))
@@ -436,7 +432,7 @@ def _genome_samples(
                 expressions.append(Expression(id=region.region_id, text=phrase, box=box))
             except ValidationError:  # of a negative side
                 yield Fault(OUTSIDE, f"{key}/expression {region.region_id}")
-        # COCO's identity lets `overlap` find the image in evaluation sets of COCO.
+        # COCO's identity lets `vlp data overlap` find the image in evaluation sets of COCO.
         in_coco = data is not None and data.coco_id is not None
         annotation = Annotation(
             captions=list(dict.fromkeys(captions)),

@@ -36,7 +36,7 @@ COMMON = {
     "cell phone": ("phone", "cellphone"),
     "refrigerator": ("fridge",),
 }
-# Irregular plurals; () for words that are not looked for in the plural.
+# Irregular plurals; () for words without a plural that names the object.
 PLURALS = {
     "person": ("people", "persons"),
     "man": ("men",),
@@ -78,7 +78,7 @@ class CategoryWords:
         self._sizes: dict[int, tuple[int, int]] = {}
         self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
-        self._names: dict[tuple[str, ...], str] = {}  # category by the words of each name
+        self._names: dict[tuple[str, ...], str] = {}  # category by the words of its names
         self._plurals: set[str] = set()
         for path in paths:
             self._read(path, faults)
@@ -103,8 +103,8 @@ class CategoryWords:
         boxes: dict[str, list[Box]] = defaultdict(list)
         for category, box in objects + crowds:
             boxes[category].append(box)
-        # Categories with one object: a singular word names it. Any other word may name any of the
-        # objects. `orange` and `bat` are ambiguous but rare.
+        # If an image has one object of a category, a singular word names it; other words may name
+        # any object of their category. `orange` and `bat` are ambiguous but rare.
         single = {category for category in boxes if len(boxes[category]) == 1} - dict(crowds).keys()
         return [
             Word(
@@ -121,21 +121,21 @@ class CategoryWords:
         ]
 
     def mentions(self, caption: str) -> list[tuple[int, str, str]]:
-        """Return (index, word, category) of each name of a category; words are BERT's, from 0."""
+        """Return (index, word, category) of the last word of each category's name in a caption.
+
+        Words are split as by BERT and counted from 0.
+        """
         words, mentions, position = _words(caption), [], 0
         while position < len(words):
-            # The longest name counts, at its last word: a teddy bear is no bear.
-            name = next(
-                (
-                    tuple(words[position : position + length])
-                    for length in range(self._longest, 0, -1)
-                    if tuple(words[position : position + length]) in self._names
-                ),
-                None,
-            )
-            if name is not None:
-                mentions.append((position + len(name) - 1, name[-1], self._names[name]))
-            position += 1 if name is None else len(name)
+            # The longest name first: a teddy bear is not a bear.
+            for length in range(self._longest, 0, -1):
+                name = tuple(words[position : position + length])
+                if name in self._names:
+                    last = position + len(name) - 1
+                    mentions.append((last, words[last], self._names[name]))
+                    position = last
+                    break
+            position += 1
         return mentions
 
     def _read(self, path: Path, faults: Faults) -> None:
@@ -144,16 +144,18 @@ class CategoryWords:
         for category in parse_rows(list_rows(content, path, "categories"), _Category, faults):
             names[category.id] = category.name
             for name in (category.name, *COMMON.get(category.name, ())):
-                *first, last = _words(name.replace("_", " "))  # LVIS has `aerosol_can`
-                plurals = _plurals(last)
+                words = _words(name.replace("_", " "))  # LVIS has `aerosol_can`
+                if not words:
+                    continue
+                plurals = _plurals(words[-1])
                 self._plurals.update(plurals)
-                for form in (last, *plurals):
-                    self._names[*first, form] = category.name
+                for form in (words[-1], *plurals):
+                    self._names[*words[:-1], form] = category.name
         for image in parse_rows(list_rows(content, path, "images"), _WordsImage, faults):
             if self._files.setdefault(image.id, image.file_name) != image.file_name:
                 raise ConfigError(
-                    f"{path}: image id {image.id} is another image's in another file; convert "
-                    "each split by itself"
+                    f"{path}: image id {image.id} belongs to another image in an earlier file; "
+                    "convert each split by itself"
                 )
             self._sizes[image.id] = image.width, image.height
         for instance in parse_rows(list_rows(content, path, "annotations"), _Object, faults):

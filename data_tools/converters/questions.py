@@ -27,11 +27,11 @@ from data_tools.rows import (
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, Answer, Question
 
-ANNOTATORS = 10  # of each question of VQA; a single answer counts as all of theirs
+ANNOTATORS = 10  # answers per question of VQA; a single answer gets this count
 
 
 class PlainQuestion(NamedTuple):
-    """A question with answers and the number of people who gave each; small, for a million."""
+    """A question with (answer, number of annotators); a tuple, as memory holds a million."""
 
     id: str
     question: str
@@ -68,7 +68,7 @@ class _AnswerRow(Row):
 
 class _AnnotationRow(Row):
     question_id: str
-    answers: list[Any]  # of _AnswerRow; a bad one is a fault, and the others count
+    answers: list[Any]  # rows of _AnswerRow; a bad row is a fault and does not drop the others
     image_id: int | None = None
     question_type: str | None = None
     answer_type: str | None = None
@@ -129,8 +129,8 @@ def vqa(
         has_answers = any(question.answers for entry in entries for question in entry.questions)
         if annotations and not has_answers:
             raise ConfigError(
-                f"{annotations[0]}: answers none of the questions of {questions[0]}; are both of "
-                "the same split?"
+                f"{annotations[0]}: has no answer to a question of {questions[0]}; give files of "
+                "the same split"
             )
     if visual_genome is not None:
         entries += genome_images(visual_genome, image_data, faults)
@@ -142,7 +142,7 @@ def vqa(
         "image_data": None if image_data is None else image_data.name,
     }
     licence = "annotations CC BY 4.0; images under Flickr's terms of use"
-    return _write(Target(out, build, "VQA", licence, settings), images, entries, faults)
+    return _build_shards(Target(out, build, "VQA", licence, settings), images, entries, faults)
 
 
 def easy_vqa(
@@ -161,7 +161,7 @@ def easy_vqa(
     faults: Faults = []
     entries = easy_images(questions, split, faults)
     settings = {"questions": questions.name, "split": split}
-    return _write(Target(out, build, "easy-VQA", "MIT", settings), images, entries, faults)
+    return _build_shards(Target(out, build, "easy-VQA", "MIT", settings), images, entries, faults)
 
 
 def count_answers(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
@@ -171,7 +171,7 @@ def count_answers(answers: Iterable[str]) -> tuple[tuple[str, int], ...]:
 
 
 def single_answer(question_id: str, question: str, answer: str) -> PlainQuestion:
-    """Return a question with one answer, counted as given by all annotators."""
+    """Return a question with one answer, which gets the count of all annotators."""
     return PlainQuestion(question_id, question, ((sys.intern(answer), ANNOTATORS),))
 
 
@@ -181,7 +181,7 @@ def clean_answer(text: str) -> str:
 
 
 def read_answers(paths: Sequence[Path], faults: Faults) -> dict[str, AnswerSet]:
-    """Return answers by question id; the first annotation of a question counts."""
+    """Return answers by question id; further annotations of a question are faults."""
     annotations: dict[str, AnswerSet] = {}
     for path in paths:
         for row in parse_rows(json_rows(path, faults, "annotations"), _AnnotationRow, faults):
@@ -251,7 +251,7 @@ def genome_images(path: Path, image_data: Path | None, faults: Faults) -> list[I
             if not answer or not row.question.strip():
                 faults.append(Fault("question without answers", f"Visual Genome {row.qa_id}"))
                 continue
-            # VQA may have the same number, and a shard questions of both.
+            # With a prefix, as VQA may have the same id in the same shards.
             questions.append(single_answer(f"vg-{row.qa_id}", row.question, answer))
         if questions:
             source = "coco" if image.id in coco_ids else "visual_genome"
@@ -305,10 +305,13 @@ def _is_easy_question(row: Any) -> bool:
     )
 
 
-def _write(
-    target: Target, places: Sequence[Path], images: Sequence[ImageQuestions], faults: Faults
+def _build_shards(
+    target: Target, image_paths: Sequence[Path], images: Sequence[ImageQuestions], faults: Faults
 ) -> int:
-    """Build shards with a sample per image; `places` hold the images. Returns the exit code."""
+    """Build shards with a sample per image and return the exit code.
+
+    image_paths: folders or archives that hold the image files.
+    """
     samples = (
         SampleSpec(
             key_of(f"{image.prefix}{Path(image.name).stem}"),
@@ -321,4 +324,4 @@ def _write(
         )
         for image in images
     )
-    return convert_rows(target, places, samples, faults, len(images))
+    return convert_rows(target, image_paths, samples, faults, len(images))

@@ -52,7 +52,7 @@ class _Reference(Row):
     ann_id: int
     image_id: int
     split: SplitName
-    sentences: list[Any]  # of _Sentence; a bad one is a fault, and the others count
+    sentences: list[Any]  # rows of _Sentence; a bad row is a fault and does not drop the others
     category_id: int | None = None
 
 
@@ -197,8 +197,8 @@ def split_samples(
             faults.append(Fault("object of another image", detail))
         else:
             expressions[reference.image_id] += _expressions(reference, instance, sent_ids, faults)
-    for number, items in expressions.items():
-        if not items:
+    for number, image_expressions in expressions.items():
+        if not image_expressions:
             continue
         image = data.images[number]
         source, image_id = image_identity(image.file_name, "coco", stems[image.file_name])
@@ -206,7 +206,7 @@ def split_samples(
         if proposals is not None and not boxes:
             faults.append(Fault("image without proposals (kept)", image.file_name))
         annotation = Annotation(
-            source=source, image_id=image_id, expressions=items, proposals=boxes
+            source=source, image_id=image_id, expressions=image_expressions, proposals=boxes
         )
         key = key_of(stems[image.file_name])
         yield SampleSpec(key, (image.file_name,), annotation, (image.width, image.height))
@@ -220,16 +220,20 @@ def scored_samples(path: Path, faults: Faults) -> Iterator[SampleSpec]:
         if not row.pred_boxes_img_id:
             faults.append(Fault("expression without an image", str(number)))
             continue
+        # `STEM_N.jpg`: the file stem of the image and the number of an expression.
         stem = row.pred_boxes_img_id[0].rpartition("_")[0]
         parts = ({"box": box} for box in row.pred_boxes)
         boxes = [part.box for part in parse_parts(parts, _Proposal, f"row {number}", faults)]
         if proposals.setdefault(stem, boxes) != boxes:
             faults.append(Fault("other proposals for the same image (the first kept)", stem))
         expressions[stem].append(Expression(id=str(number), text=row.sent, box=row.gt_box))
-    for stem, items in expressions.items():
+    for stem, image_expressions in expressions.items():
         source, image_id = image_identity(f"{stem}.jpg", "coco")
         annotation = Annotation(
-            source=source, image_id=image_id, expressions=items, proposals=proposals[stem]
+            source=source,
+            image_id=image_id,
+            expressions=image_expressions,
+            proposals=proposals[stem],
         )
         yield SampleSpec(key_of(stem), (f"{stem}.jpg",), annotation)
 
@@ -247,7 +251,7 @@ def read_proposals(path: Path, faults: Faults) -> Proposals:
             for box in (boxes if isinstance(boxes, list) else [boxes])
         ]
     if not isinstance(content, list):
-        raise ConfigError(f"{path}: neither a list of detections nor boxes by image")
+        raise ConfigError(f"{path}: give a list of detections, or boxes by image id")
     rows = ((f"{path}, row {number}", _detection(row)) for number, row in enumerate(content, 1))
     proposals: dict[str, list[list[float]]] = defaultdict(list)
     for detection in parse_rows(rows, _DetectedBox, faults):
@@ -298,14 +302,14 @@ _PLAIN_CLASSES = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reader of lists, dicts, texts and numbers, and of no code: a pickle can call any function."""
+    """Unpickler of lists, dicts, texts and numbers only, as a pickle can call any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _PLAIN_CLASSES[module, name]
         except KeyError:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which plain data does not need"
+                f"it refers to {module}.{name}, which is not plain data"
             ) from None
 
 

@@ -44,10 +44,10 @@ Lines = Annotated[list[Path], File(help="JSON lines files of one split")]
 class _NlvrRow(Row):
     identifier: str
     sentence: str
-    label: str | None = None  # hidden test sets have none
+    label: str | None = None  # missing in hidden test sets
     directory: str | None = None
-    left_url: str | None = None  # of NLVR2, as the next
-    right_url: str | None = None
+    left_url: str | None = None  # of NLVR2
+    right_url: str | None = None  # of NLVR2
     label_source: str | None = None  # of NLVR v1
 
 
@@ -100,7 +100,7 @@ def nlvr_v1(
     of permutations are made from permutation 0.
     """
     if not 1 <= permutations <= len(PERMUTATIONS):
-        raise ConfigError(f"--permutations is {permutations}, 1 to 6 are possible")
+        raise ConfigError(f"--permutations {permutations}: give 1 to 6")
     title, faults = f"NLVR v1 {split}", Faults()
     samples = (
         _nlvr_v1_sample(example, split, permutation)
@@ -144,7 +144,7 @@ class _PermutedLocation(ImageLocation):
         """Return the image as an RGB PNG; raises BadSample, also for another size than NLVR's."""
         image = decode_image(super().read(), str(self.path))
         if image.size != SIZE:
-            size = f"{image.width} x {image.height} pixels, NLVR's have 400 x 100"
+            size = f"{image.width} x {image.height} pixels, not 400 x 100"
             raise BadSample("unreadable image", f"{self.path} ({size})")
         stream = io.BytesIO()
         permute_boxes(image, self.order).save(stream, "png")
@@ -155,7 +155,7 @@ class _PermutedOriginals(Originals):
     """Images of NLVR v1; missing permutations are made from permutation 0."""
 
     def find(self, name: str) -> ImageLocation | None:
-        """Find an image, else the image that it can be made from; None if both are missing."""
+        """Find an image, else permutation 0, from which it is made; None if both are missing."""
         location, order = super().find(name), PERMUTATIONS[0]
         parts = _NAME.fullmatch(name)
         if location is None and parts is not None:
@@ -169,7 +169,7 @@ class _PermutedOriginals(Originals):
 
 
 def permute_boxes(image: Image.Image, order: Sequence[int]) -> Image.Image:
-    """Return an image of NLVR v1 with its box `order[i]` at the place of box i."""
+    """Return an image of NLVR v1 with its box `order[i]` at the position of box i."""
     permuted = image.copy()
     for target_left, box in zip(_BOX_LEFTS, order):
         left = _BOX_LEFTS[box]
@@ -195,7 +195,7 @@ def _nlvr_rows(paths: Sequence[Path], faults: Faults) -> Iterator[_NlvrRow]:
 
 
 def _nlvr_fields(example: _NlvrRow) -> Mapping[str, Any]:
-    """Return the annotation fields that both versions of NLVR have."""
+    """Return the annotation fields of both versions of NLVR."""
     return {
         "statement": example.sentence,
         "label": None if example.label is None else TRUTH[example.label.lower()],

@@ -84,9 +84,9 @@ class WebOptions:
 
 
 class WebRow(NamedTuple):
-    """A row of a list; `extra` are further fields of the annotation."""
+    """A row of a list; `extra`: further fields of the annotation."""
 
-    row: int  # its number from 0
+    row: int  # from 0
     caption: str
     url: str
     extra: Mapping[str, Any] = {}
@@ -184,7 +184,7 @@ def read_sbu(path: Path) -> Iterator[WebRow | Fault]:
     if not len(file.image_urls) == len(file.captions) == len(users):
         raise ConfigError(
             f"{path}: {len(file.image_urls)} image_urls, {len(file.captions)} captions and "
-            f"{len(users)} user_ids must be equally many; download it again"
+            f"{len(users)} user_ids, but the numbers must be equal; download it again"
         )
     yield from faults
     for number, (url, caption, user) in enumerate(zip(file.image_urls, file.captions, users)):
@@ -207,7 +207,7 @@ def image_id_of(url: str) -> str:
 
 
 class Downloads(Originals):
-    """Images by URL in folders of img2dataset's tars; an index with 24 bytes an image."""
+    """Images by URL in folders of img2dataset's tars; the index has 24 bytes per image."""
 
     def __init__(self, folders: Sequence[Path], executor: Executor) -> None:
         super().__init__(())
@@ -226,7 +226,7 @@ class Downloads(Originals):
                     self.problems.append(f"{tar}: {problem}")
                 bar.update()
         entries = np.concatenate(tables)
-        # Stable, so that the first image of a URL counts.
+        # Stable, so that `find` returns the first image of a URL.
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
 
     def find(self, name: str) -> ImageLocation | None:
@@ -289,10 +289,12 @@ def _convert(
 ) -> int:
     # Read up to the first good row now, so that a wrong file fails before downloads are indexed.
     first: list[WebRow | Fault] = []
-    while not first or isinstance(first[-1], Fault):
-        if (item := next(rows, None)) is None:
-            raise ConfigError(f"{web.annotations}: holds no rows that can be used")
+    for item in rows:
         first.append(item)
+        if isinstance(item, WebRow):
+            break
+    else:
+        raise ConfigError(f"{web.annotations}: no row can be used")
     rows = chain(first, rows)
     rule = web.names if web.images else None
     if rule is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -45,13 +45,13 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     images = near.load(shards_of(folders), "hash")
     records = images.records
     drops = duplicate_images(records, near.max_distance)
-    same = records["bytes"][drops.dropped] == records["bytes"][drops.originals]
+    is_exact = records["bytes"][drops.dropped] == records["bytes"][drops.originals]
     bits = differing_bits(records["coarse"][drops.dropped], records["coarse"][drops.originals])
     heading = (
-        f"{len(drops.dropped)} of {len(records)} images repeat another one: {int(same.sum())} "
-        f"with the same bytes, {int((~same).sum())} that look like it"
+        f"{len(drops.dropped)} of {len(records)} images repeat another one: {int(is_exact.sum())} "
+        f"with the same bytes, {int((~is_exact).sum())} that look like it"
     )
-    lines = _lines(images, drops, same, bits, near)
+    lines = _drop_lines(images, drops, is_exact, bits, near)
     write_list(near.out, f"dedup: {heading}", lines, folders)
     print(f"{near.out}: {heading}")
     for mask, text in (
@@ -65,42 +65,42 @@ def dedup(folders: Folders, near: NearOptions) -> int:
     return 0
 
 
-def _lines(
+def _drop_lines(
     images: HashedImages,
     drops: Drops,
-    same: NDArray[np.bool_],
+    is_exact: NDArray[np.bool_],
     bits: NDArray[np.int64],
     near: NearOptions,
 ) -> Iterator[Line]:
-    listed = np.union1d(drops.dropped, drops.originals)
-    keys = dict(zip(listed.tolist(), images.keys(listed, near.workers())))
-    for dropped, original, equal, count in zip(drops.dropped, drops.originals, same, bits):
-        relation = "the same bytes as" if equal else f"like ({count} bits of 64)"
+    indices = np.union1d(drops.dropped, drops.originals)
+    keys = dict(zip(indices.tolist(), images.keys(indices, near.workers())))
+    for dropped, original, exact, count in zip(drops.dropped, drops.originals, is_exact, bits):
+        relation = "the same bytes as" if exact else f"like ({count} bits of 64)"
         reason = f"{relation} {keys[original]} of {images.shards[images.shard[original]]}"
         yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
 
 
 def _warn_of_shared_keys(images: HashedImages, is_dropped: NDArray[np.bool_]) -> None:
-    """Print how many samples to keep share their key with a dropped sample of another folder."""
+    """Print the number of samples to keep that have the key of a dropped sample elsewhere."""
     keys = images.records["key"]
     shared = int(np.isin(keys[~is_dropped & ~images.records["second"]], keys[is_dropped]).sum())
     if shared:
         print(
             f"  careful: {shared} samples to keep have the key of a dropped sample in another "
-            "folder; build each folder again with the same --out, where only its part of the list "
-            "counts"
+            "folder; build each folder again with the same --out, which then reads only its part "
+            "of the list"
         )
 
 
 BY_NAME, BY_BYTES, BY_LOOKS = 1, 2, 4
 WAYS = {BY_NAME: "the same image_id", BY_BYTES: "the same bytes", BY_LOOKS: "looks alike"}
-# A pretraining image that is an evaluation image, by their indices.
+# Indices of a pretraining and an evaluation image that are the same image.
 MATCH = np.dtype(
     [
         ("pretraining", "<i8"),
         ("evaluation", "<i8"),
         ("ways", "u1"),  # BY_NAME | BY_BYTES | BY_LOOKS
-        ("bits", "u1"),  # that differ of the 64 of the perceptual hash
+        ("bits", "u1"),  # of 64 bits of the perceptual hash that differ
     ]
 )
 
@@ -141,79 +141,92 @@ def overlap(
 
 
 def find_matches(
-    ours: NDArray[np.void], theirs: NDArray[np.void], distance: int | None
+    records: NDArray[np.void], evaluation_records: NDArray[np.void], distance: int | None
 ) -> NDArray[np.void]:
-    """Return a MATCH per pair of a pretraining (`ours`) and an evaluation image that are the same.
+    """Return a MATCH for each pair of a pretraining and an evaluation image that are the same.
 
     Images are RECORDs. Near-duplicates differ in at most `distance` of 64 bits; None ignores them.
     """
+    both = (records, evaluation_records)
     parts = [
-        _matches(BY_NAME, ours["name"], theirs["name"], ours["name"] != 0, theirs["name"] != 0, 0),
-        _matches(BY_BYTES, ours["bytes"], theirs["bytes"], None, None, 0),
+        _matches(BY_NAME, "name", both, [images["name"] != 0 for images in both], 0),
+        _matches(BY_BYTES, "bytes", both, [np.ones(len(images), bool) for images in both], 0),
     ]
     if distance is not None:
-        readable = ours["state"] == READABLE, theirs["state"] == READABLE
-        near = _matches(BY_LOOKS, ours["coarse"], theirs["coarse"], *readable, distance)
-        fine = fine_distance(ours["fine"][near["pretraining"]], theirs["fine"][near["evaluation"]])
-        parts.append(near[fine <= FINE_DISTANCE])
+        is_readable = [images["state"] == READABLE for images in both]
+        near = _matches(BY_LOOKS, "coarse", both, is_readable, distance)
+        fine = (
+            records["fine"][near["pretraining"]],
+            evaluation_records["fine"][near["evaluation"]],
+        )
+        parts.append(near[fine_distance(*fine) <= FINE_DISTANCE])
     # A pair may match in several ways.
-    every = np.concatenate(parts)
-    pairs = every[["pretraining", "evaluation"]]
+    all_matches = np.concatenate(parts)
+    pairs = all_matches[["pretraining", "evaluation"]]
     _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
-    matches = every[first]
-    np.bitwise_or.at(matches["ways"], inverse.reshape(-1), every["ways"])
+    matches = all_matches[first]
+    np.bitwise_or.at(matches["ways"], inverse.reshape(-1), all_matches["ways"])
     matches["bits"] = differing_bits(
-        ours["coarse"][matches["pretraining"]], theirs["coarse"][matches["evaluation"]]
+        records["coarse"][matches["pretraining"]],
+        evaluation_records["coarse"][matches["evaluation"]],
     )
     return matches
 
 
 def _matches(
     way: int,
-    ours: NDArray[np.uint64],
-    theirs: NDArray[np.uint64],
-    our_mask: NDArray[np.bool_] | None,
-    their_mask: NDArray[np.bool_] | None,
+    field: str,
+    both: tuple[NDArray[np.void], NDArray[np.void]],
+    has_hash: Sequence[NDArray[np.bool_]],
     distance: int,
 ) -> NDArray[np.void]:
-    """Return the pairs of hashes within `distance` bits; masks leave out images without a hash."""
-    first = np.arange(len(ours)) if our_mask is None else np.flatnonzero(our_mask)
-    second = np.arange(len(theirs)) if their_mask is None else np.flatnonzero(their_mask)
+    """Return the pairs of images with 64-bit hashes in `field` within `distance` bits.
+
+    both: pretraining and evaluation records. has_hash: (images,) of each, False to leave out.
+    """
+    pretraining, evaluation = map(np.flatnonzero, has_hash)
+    hashes, evaluation_hashes = both[0][field][pretraining], both[1][field][evaluation]
     parts = [np.empty(0, MATCH)]
-    for query, stored in near_pairs(theirs[second], distance, ours[first]):
+    for query, stored in near_pairs(evaluation_hashes, distance, hashes):
         part = np.zeros(len(query), MATCH)
-        part["pretraining"], part["evaluation"] = first[query], second[stored]
+        part["pretraining"], part["evaluation"] = pretraining[query], evaluation[stored]
         part["ways"] = way
         parts.append(part)
     return np.concatenate(parts)
 
 
 def _sample_ids(images: HashedImages) -> Indices:
-    """Return a number per image that both images of a sample share, (images,)."""
+    """Return ids of the images' samples, (images,): both images of a sample have the same id."""
     return images.shard << 32 | images.records["sample"].astype(np.int64)
 
 
 def _match_lines(
-    matches: NDArray[np.void], ours: HashedImages, theirs: HashedImages, near: NearOptions
+    matches: NDArray[np.void],
+    images: HashedImages,
+    evaluation_images: HashedImages,
+    near: NearOptions,
 ) -> Iterator[Line]:
-    # One line a sample: the match in most ways, then in fewest bits, is the best reason.
-    samples = _sample_ids(ours)[matches["pretraining"]]
+    # One line per sample, with its match in most ways, then in fewest differing bits, as reason.
+    samples = _sample_ids(images)[matches["pretraining"]]
     order = np.lexsort((matches["bits"], -matches["ways"].astype(int), samples))
     best = matches[order][np.unique(samples[order], return_index=True)[1]]
-    executor, evaluation = near.workers(), np.unique(best["evaluation"])
-    their_keys = dict(zip(evaluation.tolist(), theirs.keys(evaluation, executor)))
-    for match, key in zip(best, ours.keys(best["pretraining"], executor)):
+    executor, indices = near.workers(), np.unique(best["evaluation"])
+    evaluation_keys = dict(zip(indices.tolist(), evaluation_images.keys(indices, executor)))
+    for match, key in zip(best, images.keys(best["pretraining"], executor)):
         image = int(match["evaluation"])
+        shard = evaluation_images.shards[evaluation_images.shard[image]]
         ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
-        reason = f"{their_keys[image]} of {theirs.shards[theirs.shard[image]]}: {ways}"
-        yield Line(ours.shards[ours.shard[match["pretraining"]]].folder, key, reason)
+        reason = f"{evaluation_keys[image]} of {shard}: {ways}"
+        yield Line(images.shards[images.shard[match["pretraining"]]].folder, key, reason)
 
 
-def _print_counts(matches: NDArray[np.void], ours: HashedImages, theirs: HashedImages) -> None:
-    folders = list(dict.fromkeys(shard.folder for shard in theirs.shards))
-    folder_of_shard = np.array([folders.index(shard.folder) for shard in theirs.shards])
-    folder_of_image = folder_of_shard[theirs.shard]
-    samples = _sample_ids(ours)
+def _print_counts(
+    matches: NDArray[np.void], images: HashedImages, evaluation_images: HashedImages
+) -> None:
+    folders = list(dict.fromkeys(shard.folder for shard in evaluation_images.shards))
+    folder_of_shard = np.array([folders.index(shard.folder) for shard in evaluation_images.shards])
+    folder_of_image = folder_of_shard[evaluation_images.shard]
+    samples = _sample_ids(images)
     for number, folder in enumerate(folders):
         part = matches[folder_of_image[matches["evaluation"]] == number]
         print(

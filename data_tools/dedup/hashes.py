@@ -51,8 +51,8 @@ RECORD = np.dtype(
         ("bytes", "<u8"),  # first 64 bits of the sha256 of the stored bytes
         ("coarse", "<u8"),
         ("fine", "<u8", (4,)),
-        ("sample", "<u4"),  # its number in the shard
-        ("second", "?"),  # the sample's second image, KEY.1.jpg
+        ("sample", "<u4"),  # index of the sample in the shard
+        ("second", "?"),  # True for the sample's second image, KEY.1.jpg
         ("state", "u1"),  # READABLE, FLAT_IMAGE (no perceptual hash) or UNREADABLE (no hash)
     ]
 )
@@ -74,7 +74,7 @@ class NearOptions(WorkerOptions):
         return None if self.exact else DISTANCE
 
     def load(self, shards: Sequence[Shard], title: str) -> HashedImages:
-        """Return the hashes of all images; LIST.hashes keeps them for the next run."""
+        """Return the hashes of all images; the folder LIST.hashes stores them for the next run."""
         folder = self.out.with_name(self.out.name + ".hashes")
         work = partial(_store_hashes, folder=folder)
         parts, damaged = [], []
@@ -83,7 +83,7 @@ class NearOptions(WorkerOptions):
             damaged += [] if problem is None else [f"{shard}: {problem}"]
         if damaged:
             print(
-                f"  careful: {len(damaged)} shards are damaged; images behind the damage are not "
+                f"  careful: {len(damaged)} shards are damaged; images after the damage are not "
                 f"compared (first: {damaged[0]})"
             )
         shard_index = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -107,23 +107,23 @@ class HashedImages(NamedTuple):
 
 
 def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | None:
-    """Return the coarse hash (64 bits) and the fine one (256 bits in 4 words) of an image.
+    """Return an image's coarse hash (64 bits) and fine hash (4 words of 64 bits); None if flat.
 
-    Bits say which of the lowest 8 x 8 or 16 x 16 DCT coefficients of the 32 x 32 luminance are
-    above their median, as in `imagehash.phash`. None for a flat image; raises BadSample.
+    A bit is 1 if a DCT coefficient of the 32 x 32 luminance is above the median of the lowest 8 x 8
+    or 16 x 16 coefficients, as in `imagehash.phash`. Raises BadSample.
     """
     try:
         with open_image(data, where) as image:
             gray = _decode_reduced(image) if image.format in ("JPEG", "MPO") else None
     except Exception:
-        gray = None  # damaged, or not to be decoded in part: `decode_image` decides
+        gray = None  # `decode_image` raises BadSample if the image is damaged
     if gray is None:
         gray = decode_image(data, where).convert("L")
     small = gray.resize((_SIDE, _SIDE), Image.Resampling.BOX)
     luminance = np.asarray(small, dtype=np.float64)
     cosines = _cosines()
     coefficients = cosines @ luminance @ cosines.T
-    # Of the low frequencies: the DCT is orthonormal, and coefficient (0, 0) is the mean.
+    # The DCT is orthonormal and coefficient (0, 0) the mean: this is the low frequencies' variance.
     variance = ((coefficients * coefficients).sum() - coefficients[0, 0] ** 2) / _SIDE**2
     if variance < FLAT**2:
         return None
@@ -133,7 +133,7 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
 def image_record(
     data: bytes, where: str, key: int = 0, name: int = 0, sample: int = 0, second: bool = False
 ) -> tuple[object, ...]:
-    """Return the fields of a RECORD for an encoded image; an unreadable one has no hashes."""
+    """Return the fields of a RECORD for an encoded image; perceptual hashes are 0 if unreadable."""
     state, hashes = READABLE, None
     try:
         hashes = hash_image(data, where)
@@ -157,7 +157,7 @@ def differing_bits(first: Hashes, second: Hashes) -> NDArray[np.int64]:
 
 
 def _store_hashes(shard: Shard, folder: Path) -> tuple[Path, str | None]:
-    """Write the RECORDs of a shard, unless they are there; returns their file and the damage."""
+    """Write the RECORDs of a shard unless stored before; returns their file and the damage."""
     status = shard.path.stat()
     identity = f"{shard.path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{HASH_VERSION}"
     path = folder / f"{shard.path.stem}-{hash_name(identity):016x}.npy"
@@ -168,7 +168,7 @@ def _store_hashes(shard: Shard, folder: Path) -> tuple[Path, str | None]:
         records = [record for number in numbers for record in _records(reader, number)]
     # Under another name, so that the next run reports the damage again.
     path = path if reader.problem is None else path.with_suffix(".damaged.npy")
-    # Commands that run at the same time may write this file, each under a name of its own.
+    # Two commands may write this file at once, so each has its own temporary name.
     with atomic_write(path, suffix=f".{os.getpid()}.tmp", error=ConfigError) as file:
         np.save(file, np.array(records, dtype=RECORD))
     return path, reader.problem
@@ -226,8 +226,8 @@ def _cosines() -> NDArray[np.float64]:
 
 
 _CHUNK = 1 << 18  # queries compared at once
-_MAX_CHOICES = 2000  # of k bands
-_SORTING_COST = 6.0  # of a hash, in comparisons; measured
+_MAX_CHOICES = 2000  # number of choices of k bands
+_SORTING_COST = 6.0  # per hash, in units of a comparison; measured
 # Bits by diagonals of the 8 x 8 coefficients: bits of one row or column are correlated, so a band
 # of them would separate fewer hashes.
 _BITS_BY_DIAGONAL = sorted(range(64), key=lambda bit: ((bit // 8 - bit) % 8, bit))
@@ -283,7 +283,7 @@ def near_pairs(
 
 
 def band_masks(distance: int, k: int) -> list[np.uint64]:
-    """Return the bits of each choice of k of `distance + k` bands."""
+    """Return for each choice of k of `distance + k` bands a mask of their bits."""
     bounds = np.linspace(0, 64, distance + k + 1).astype(int)
     bands = [
         sum(1 << bit for bit in _BITS_BY_DIAGONAL[start:end]) for start, end in pairwise(bounds)
@@ -292,7 +292,7 @@ def band_masks(distance: int, k: int) -> list[np.uint64]:
 
 
 def best_k(distance: int, count: int) -> int:
-    """Return the k with the cheapest search among `count` random hashes."""
+    """Return the k of `near_pairs` with the cheapest search among `count` random hashes."""
 
     def cost(k: int) -> float:
         candidates = count * 2.0 ** (-64 * k / (distance + k))
@@ -311,18 +311,20 @@ def duplicate_images(records: NDArray[np.void], distance: int | None) -> Drops:
     in_pair = records["second"].copy()
     in_pair[:-1] |= records["second"][1:]
     indices = np.flatnonzero(~in_pair & (records["state"] != UNREADABLE))
-    links = [_link_equal(records["bytes"][indices], indices)]
+    # Links (2, links): row 0 has images to drop, row 1 the images that stay instead.
+    same_bytes = _link_equal(records["bytes"][indices], indices)
+    links = [same_bytes]
     if distance is not None:
-        indices = np.setdiff1d(indices, links[0][0])
+        indices = np.setdiff1d(indices, same_bytes[0])
         indices = indices[records["state"][indices] == READABLE]
-        links.append(_link_equal_coarse(records, indices))
-        indices = np.setdiff1d(indices, links[1][0])
+        same_coarse = _link_equal_coarse(records, indices)
+        indices = np.setdiff1d(indices, same_coarse[0])
         near = [np.empty((2, 0), np.int64), *_near_links(records, indices, distance)]
-        links.append(_greedy_links(np.concatenate(near, axis=1)))
+        links += [same_coarse, _greedy_links(np.concatenate(near, axis=1))]
     return _follow_links(np.concatenate(links, axis=1))
 
 
-def near_duplicate_groups(records: NDArray[np.void], distance: int = DISTANCE) -> Indices:
+def near_duplicate_groups(records: NDArray[np.void]) -> Indices:
     """Return the group of each image, (images,): near-duplicates, directly or through others."""
     usable = np.flatnonzero(records["state"] != UNREADABLE)
     links = [_link_equal(records["bytes"][usable], usable)]
@@ -331,7 +333,7 @@ def near_duplicate_groups(records: NDArray[np.void], distance: int = DISTANCE) -
     hashes = np.ascontiguousarray(words).view(f"V{words.itemsize * words.shape[1]}").reshape(-1)
     # Link equal hashes first: thousands of copies of an image would make millions of pairs.
     links.append(_link_equal(hashes, readable))
-    links += _near_links(records, np.setdiff1d(readable, links[1][0]), distance)
+    links += _near_links(records, np.setdiff1d(readable, links[1][0]), DISTANCE)
     first, second = np.concatenate(links, axis=1)
     shape = len(records), len(records)
     graph = coo_array((np.ones(len(first), np.int8), (first, second)), shape)
@@ -356,7 +358,7 @@ def _link_equal(values: NDArray[np.generic], indices: Indices) -> Indices:
 
 
 def _link_equal_coarse(records: NDArray[np.void], indices: Indices) -> Indices:
-    """Return links between near-duplicates of equal coarse hash, to the earliest, (2, links)."""
+    """Return links from near-duplicates of equal coarse hash to the earliest image, (2, links)."""
     order = indices[np.argsort(records["coarse"][indices], kind="stable")]
     _, starts = np.unique(records["coarse"][order], return_index=True)
     links = [np.empty((2, 0), np.int64)]
@@ -374,7 +376,7 @@ def _link_equal_coarse(records: NDArray[np.void], indices: Indices) -> Indices:
 
 def _greedy_links(pairs: Indices) -> Indices:
     """Return links from images to drop to images that stay, (2, links), from pairs (2, pairs)."""
-    # In order of the images, so that an image stays if it is like a dropped one only.
+    # In the order of the images: an image that is only like dropped images stays.
     first, second = pairs[:, np.lexsort((pairs[0], pairs[1]))].tolist()
     links: dict[int, int] = {}
     for image, duplicate in zip(first, second):
@@ -384,7 +386,7 @@ def _greedy_links(pairs: Indices) -> Indices:
 
 
 def _follow_links(links: Indices) -> Drops:
-    """Follow links between images, at most one from each, to images that stay."""
+    """Replace the targets of links, at most one link per image, by images that stay."""
     dropped, originals = links[:, np.argsort(links[0])]
     while len(dropped):
         positions = np.minimum(np.searchsorted(dropped, originals), len(dropped) - 1)

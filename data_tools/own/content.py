@@ -39,9 +39,9 @@ class Splitting(NamedTuple):
 
     samples: list[UserSample]
     groups: list[int]  # of near-duplicates, by sample
-    num_merged: int  # images with the bytes of another one
+    num_merged: int  # images merged into an earlier image of equal bytes
     from_data: bool  # the data set has splits
-    num_unsplit: int  # samples for which it has none
+    num_unsplit: int  # samples without a split in a data set with splits
 
 
 _ImageJob = tuple[str, ImageLocation | None]  # path, location
@@ -102,20 +102,20 @@ def split_images(
 
 
 def data_splits(names: Sequence[str | None], is_explicit: bool) -> list[str | None]:
-    """Return train, val, test or None by name; all None if implicit names divide nothing."""
+    """Return train, val, test or None for each name; all None if implicit names give one split."""
     counts = Counter(name for name in names if name is not None)
     split_by_name = {name: split_of(name) for name in counts}
     unknown = sorted(name for name, split in split_by_name.items() if split is None)
     if unknown and is_explicit:
         raise ConfigError(
-            f"--split-column: {unknown[0]!r} is no split; it should hold train, val or test"
+            f"--split-column: {unknown[0]!r} is not a split; it should hold train, val or test"
         )
     require_splits(counts, "splits of the data")
-    # `train` alone, or one split for all, divides nothing.
-    divides = len(set(split_by_name.values())) > 1 or (
+    # `train` alone, or one split for all images, is no division.
+    is_divided = len(set(split_by_name.values())) > 1 or (
         None in names and "train" not in split_by_name.values()
     )
-    if unknown or not (divides or is_explicit):
+    if unknown or not (is_divided or is_explicit):
         return [None] * len(names)
     return [None if name is None else split_by_name[name] for name in names]
 
@@ -130,7 +130,7 @@ def assign_splits(
 ) -> list[str]:
     """Return the split of each image: the data's, else the earlier run's, else its group's.
 
-    Other groups get a split by their smallest digest, or train if the data has splits.
+    A group without a split gets one by its smallest digest, or train if the data has splits.
     """
     num_groups = int(groups.max()) + 1 if len(groups) else 0
     smallest = np.full(num_groups, np.iinfo(np.uint64).max, np.uint64)

@@ -57,7 +57,7 @@ class FileTree(Originals):
         self._paths_with_root: set[str] = set()
         self._prefix = ""  # of paths in the archive that is being added
         self._prefixes: dict[str, str] = {}  # of paths in a folder or archive, by its real path
-        self._other_prefixes: list[tuple[str, str]] = []  # of duplicates, and the listed one
+        self._other_prefixes: list[tuple[str, str]] = []  # of a duplicate, and of its listed files
         self._embedded: IO[bytes] | None = None
         self._digests: dict[bytes, str] = {}  # names of embedded images
         for root in roots:
@@ -86,7 +86,7 @@ class FileTree(Originals):
         return [path for path in self._files if path.lower().endswith(IMAGE_SUFFIXES)]
 
     def full_path(self, path: str) -> str:
-        """Return a path of `files` with its root before it; an embedded or missing one as it is."""
+        """Return a path of `files` after its root; an embedded or missing file's path unchanged."""
         entry = self._files.get(path)
         if entry is not None and entry.offset == _SINGLE:
             return self._containers[entry.container].resolve().as_posix()
@@ -111,7 +111,7 @@ class FileTree(Originals):
         ]
         for path in (normpath(join(folder, name)), name, *alternatives):
             if path in self._files:
-                # `_names` takes much time, so it is built only when needed, with earlier claims.
+                # Claims wait until `_names` is needed, as building it takes much time.
                 if "/" in name and "_names" in vars(self):
                     self._names.claim(path)
                 elif "/" in name:
@@ -120,8 +120,8 @@ class FileTree(Originals):
         match = self._names.find(name)
         if match is None or match.startswith(f"{folder}/"):
             return match
-        # A table beside images names these, or images of another root (`--images`): an equal base
-        # name elsewhere in its own root is another image's.
+        # A table in a folder with images refers to them, or to another root (`--images`). An equal
+        # base name elsewhere in the table's root belongs to another image.
         return None if (self._root_of(match), folder) in self._image_folders else match
 
     @cached_property
@@ -167,7 +167,7 @@ class FileTree(Originals):
         """Return a file on disk with the uncompressed content of a table."""
         location = self.find(path)
         assert location is not None
-        # A name of its own: a stranger's name from an archive must not become a path on disk.
+        # A generated name: a name in a stranger's archive must not become a path on disk.
         name = without_gz(PurePosixPath(path).name).lower()
         suffix = next((suffix for suffix in TABLE_SUFFIXES if name.endswith(suffix)), ".txt")
         if location.member is None and location.size is None:
@@ -191,7 +191,10 @@ class FileTree(Originals):
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
-        """Add an embedded image (call `flush` before reading); returns its name, one per bytes."""
+        """Add an embedded image; returns its name, the same for equal bytes.
+
+        Call `flush` before the image is read.
+        """
         if len(data) > MAX_IMAGE_BYTES:
             raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]
@@ -238,10 +241,11 @@ class FileTree(Originals):
             # The path is in two roots: put each root's name before it.
             self._common_paths.add(path)
             if root is not None:
-                self._paths_with_root.add(renamed := f"{root.name}/{path}")
-                self._files[renamed] = self._files.pop(path)
+                self._paths_with_root.add(f"{root.name}/{path}")
+                self._files[f"{root.name}/{path}"] = self._files.pop(path)
         if path in self._common_paths:
-            self._paths_with_root.add(path := f"{self._root.name}/{path}")
+            path = f"{self._root.name}/{path}"
+            self._paths_with_root.add(path)
         self._files[path] = entry
 
     def _add_folder(self, folder: Path) -> None:
@@ -272,7 +276,7 @@ class FileTree(Originals):
                 yield subfolder, name
 
     def _is_duplicate(self, path: Path, prefix: str) -> bool:
-        """Return whether a folder or file was added before, and note the prefix of its paths."""
+        """Return whether a folder or file was added before; record the prefix of its paths."""
         real_path = os.path.realpath(path)
         if real_path in self._prefixes:
             self._other_prefixes.append((prefix, self._prefixes[real_path]))
@@ -286,7 +290,7 @@ class FileTree(Originals):
         return plain_file(path, self._scratch, f"unpacked{suffix}")
 
 
-_SINGLE = -3  # in place of an offset: the container is the file
+_SINGLE = -3  # an offset's value if the container is the file itself
 
 
 def is_archive(path: Path) -> bool:

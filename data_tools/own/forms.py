@@ -7,6 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ _TITLES = {
 }
 _MAGIC = {b"\x89PNG": "png", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}
 _MAX_TABLES = 10_000
-_SAMPLE = 20  # side files that are read to see whether all hold numbers
+_NUM_CHECKED = 20  # side files that are checked for numbers
 
 
 class UserImage(NamedTuple):
@@ -105,7 +106,7 @@ def recognise(
     ]
     arrow_files = [path for path in tables if path.endswith(".arrow")]
     side_files = [path for path in files if _is_side_file(path, stems)]
-    # A place that is a table counts alone, whatever the folders of --images hold.
+    # If the place is a table, tables in the folders of --images are ignored.
     table_name = without_gz(place.name)
     is_table = place.is_file() and _suffix(table_name) in TABLE_SUFFIXES
     if is_table:
@@ -116,7 +117,7 @@ def recognise(
     elif (
         2 * len(side_files) >= len(images) > 0
         and overrides == ColumnOverrides()
-        and not (tables and _are_numeric(side_files[:_SAMPLE], tree))
+        and not (tables and _are_numeric(side_files[:_NUM_CHECKED], tree))
     ):
         return _side_form(tree, images, side_files, tables, overrides, faults, place)
     matches, problem = [], None
@@ -158,8 +159,8 @@ def recognise(
         raise problem
     if images:
         raise ConfigError(
-            f"{place}: {len(images)} images and not one caption; put a NAME.txt beside each "
-            "NAME.jpg, or a table with columns for images and captions"
+            f"{place}: {len(images)} images and no caption; put a NAME.txt beside each NAME.jpg, "
+            "or add a table with columns for images and captions"
         )
     has_spreadsheet = any(path.endswith(".xlsx") for path in files) or place.suffix == ".xlsx"
     hint = "; save a spreadsheet as CSV" if has_spreadsheet else ""
@@ -167,8 +168,8 @@ def recognise(
     raise ConfigError(f"{place}: holds {contents}{hint}; it should be {FORMS}")
 
 
-def _unread_tables(tables: Sequence[str], read: Sequence[str]) -> list[str]:
-    others = [path for path in tables if path not in {*read}]
+def _unread_tables(tables: Sequence[str], form_tables: Sequence[str]) -> list[str]:
+    others = [path for path in tables if path not in form_tables]
     listing = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
     return [f"{len(others)} other tables are left out: {listing}"] if others else []
 
@@ -184,7 +185,7 @@ def _are_numeric(side_files: Sequence[str], tree: FileTree) -> bool:
 
 
 def other_files(tree: FileTree) -> list[str]:
-    """Return messages on files that are neither images, captions nor tables, or images not read."""
+    """Return messages on files of unknown kinds, and on images of unsupported formats."""
     suffixes = {*TABLE_SUFFIXES, *_SIDE_SUFFIXES, *IMAGE_SUFFIXES}
     files = [path for path in tree.files if _suffix(path) not in suffixes]
     counts = _count_by_suffix(files)
@@ -199,7 +200,7 @@ def other_files(tree: FileTree) -> list[str]:
 
 
 def add_image(value: Any, name: str, tree: FileTree) -> str | None:
-    """Add the encoded image in a table's value to the tree; returns its path, or None."""
+    """Add the encoded image in a table's cell to the tree; returns its path, None without bytes."""
     # `datasets` stores an object with bytes, and perhaps a path.
     data = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -246,8 +247,8 @@ def _table_images(
 def _resolve(name: str, folder: str, tree: FileTree, table_folder: Path | None) -> str:
     """Return the path of an image named in a table of `folder`, or the name if it is missing.
 
-    Raises BadSample outside `table_folder`: a stranger's table could name private images, which
-    would become part of shards that are published.
+    Raises BadSample outside `table_folder`: a stranger's table could refer to private images, which
+    would then be published with the shards.
     """
     # Flickr numbers the captions of an image: `1.jpg#0`.
     for path in (name, re.sub(r"(\.\w+)#\d+$", r"\1", name)):
@@ -262,7 +263,7 @@ def _resolve(name: str, folder: str, tree: FileTree, table_folder: Path | None) 
 
 
 def _find_file(path: Path) -> Path | None:
-    """Return a file, else the only one that differs in case or the form of accents; or None."""
+    """Return the file, else the only file with its name in another case or Unicode form."""
     if path.is_file():
         return path
     similar = _files_by_name(path.parent).get(fold_case(path.name), [])
@@ -301,8 +302,10 @@ def _side_form(
     by_folded_stem: dict[str, str] = {}
     for path in side_files:
         stem, _, extension = path.rpartition(".")
-        index = by_stem if stem in stems else by_folded_stem
-        index[f"{stem if stem in stems else fold_case(stem)}.{extension.lower()}"] = path
+        if stem in stems:
+            by_stem[f"{stem}.{extension.lower()}"] = path
+        else:
+            by_folded_stem[f"{fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[UserImage]:
         missing_fields = [
@@ -393,7 +396,7 @@ def _count_by_suffix(paths: Iterable[str]) -> str:
 def splits_by_name(paths: Mapping[str, str], place: str) -> dict[str, str]:
     """Return the splits of images by the names of folders and archives in their paths, or of files.
 
-    The uppermost level with several splits counts; an image above that level has no split.
+    The uppermost level with several splits is used; an image above that level has no split.
     """
     parts = {image: path.split("/") for image, path in paths.items()}
     for depth in range(max(map(len, parts.values()), default=0)):
@@ -401,7 +404,7 @@ def splits_by_name(paths: Mapping[str, str], place: str) -> dict[str, str]:
             image: levels[depth] for image, levels in parts.items() if len(levels) > depth + 1
         }
         splits = {image: split for image, name in folders.items() if (split := split_of(name))}
-        # A single split counts if it is val or test and other images lie above the level.
+        # A single split is used if it is val or test and other images lie above the level.
         is_partial = len(folders) < len(paths) and len(splits) == len(folders)
         if len(set(splits.values())) > 1 or (is_partial and {*splits.values()} & {"val", "test"}):
             require_splits(Counter(folders.values()), f"folders of {place}")
@@ -469,7 +472,7 @@ def hub_form(
     columns = find_columns(column_names, overrides, sorted(image_columns))
     if columns is None:
         raise missing_columns(place, column_names, overrides, sorted(image_columns))
-    # Now, as streaming takes hours.
+    # Before streaming, which takes hours.
     if columns.split is None:
         require_splits(dict.fromkeys(parts), place, "choose others with --splits")
 
@@ -477,9 +480,7 @@ def hub_form(
         for split, part in parts.items():
             stream = iter(part.select_columns(columns.names))
             features = datasets.Features(features_by_split[split]).to_dict()
-            number = -1
-            while True:
-                number += 1
+            for number in count():
                 where = f"{place}, {split}, row {number + 1}"
                 try:
                     row = with_class_names(next(stream), features)
@@ -524,7 +525,7 @@ def _is_image(feature: Any) -> bool:
 
 
 def _read_bytes(value: Any, name: str) -> Any:
-    """Return an image's value with its bytes: data sets of single files have paths alone."""
+    """Return an image's value with its bytes, read from its path if it has none."""
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec
@@ -536,9 +537,9 @@ def _read_bytes(value: Any, name: str) -> Any:
 
 
 def _is_inside(path: str, name: str) -> bool:
-    """Return whether a path, perhaps into an archive (`zip://a.jpg::PLACE`), is of a data set.
+    """Return whether a path, perhaps into an archive (`zip://a.jpg::PATH`), lies in the data set.
 
-    A stranger's data set could name private files of this machine or network.
+    A stranger's data set could refer to private files of this machine or network.
     """
     *archives, location = path.split("::")
     if any(scheme.partition("://")[0] not in _ARCHIVES for scheme in archives):

@@ -41,7 +41,7 @@ from vlp.data.shards.tar import escape_name
 from vlp.io import atomic_write
 
 SHARES = (0.9, 0.05, 0.05)  # of train, val and test
-LEAST_VAL = 100  # images; with fewer, recall is rough
+MIN_VAL = 100  # images; with fewer, recall is rough
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class ImportOptions:
         if self.place.startswith(PREFIX):
             return
         if self.splits:
-            raise ConfigError(f"--splits: {self.place} is no hub:OWNER/NAME; leave out --splits")
+            raise ConfigError(f"--splits: {self.place} is not hub:OWNER/NAME; leave out --splits")
         if not Path(self.place).exists():
             raise ConfigError(f"{self.place}: there is no such file or folder")
         if Path(self.place).resolve() == self.out.resolve():
@@ -203,15 +203,15 @@ def _require_images_and_captions(
         elif present:
             remedy += ", or take the others with --allow-missing-images"
         raise ConfigError(
-            f"{options.place}: {present or 'none'} of its {len(images)} images "
-            f"{'is' if present < 2 else 'are'} there (the first that is not: {first}); {remedy}"
+            f"{options.place}: {len(missing)} of {len(images)} images are missing (first: {first})"
+            f"; {remedy}"
         )
     captions = [caption for image in images for caption in image.captions]
     print(f"  {present} images, {len(captions)} captions")
     if captions and all(map(is_numeric, captions)):
         print("  careful: every caption is a number; write the names of the classes instead")
     if missing:
-        print(f"  {len(missing)} images are nowhere (first: {first})")
+        print(f"  {len(missing)} images are missing (first: {first})")
     without = [image.path for image in images if not image.captions]
     total = len(images)
     if form.covers_all_images:
@@ -224,7 +224,7 @@ def _require_images_and_captions(
         f"{total} images, and {len(without)} of them have no caption (first: "
         f"{escape_name(without[0])})"
     )
-    # An unreadable row or side file costs a caption, and is counted as a fault already.
+    # Captions may be missing because of unreadable rows or side files, which are faults already.
     allowed = options.allow_missing_captions or len(without) <= len(faults)
     if len(without) == total or not allowed:
         unread = [fault.id for fault in faults if fault.kind == BAD_ANNOTATION]
@@ -239,7 +239,7 @@ def _require_images_and_captions(
 
 
 def _print_examples(images: Sequence[UserImage], tree: FileTree) -> None:
-    # Also from the middle and the end: columns may slip behind a few good rows.
+    # Also from the middle and the end: columns may be shifted after a few good rows.
     examples = [image for image in images if image.captions and tree.find(image.path)]
     for position in sorted({0, len(examples) // 2, len(examples) - 1}) if examples else ():
         image = examples[position]
@@ -274,7 +274,7 @@ def _build(
     paths = [sample.image.path for sample in splitting.samples]
     keys = keys_of(paths, earlier.keys)
     if earlier.keys and (new := sum(path not in earlier.keys for path in paths)):
-        print(f"  {new} images are new; the others keep key and split of the run before")
+        print(f"  {new} images are new; the others keep key and split of the earlier run")
     _print_splits(splitting, options)
     faults = [*faults, *(Fault("no text", image.path) for image in images if not image.captions)]
     parts: list[CorpusPart] = []
@@ -297,9 +297,9 @@ def _build(
     code = build_parts(target, parts, tree, lambda: EarlierImport.write(options.out, rows))
     if code == 0:
         val = sum(sample.split == "val" for sample in splitting.samples)
-        if 0 < val < LEAST_VAL:
-            grows = not splitting.from_data and options.split[1] < 0.3
-            remedy = "; --split 0.6 0.3 0.1 --replace makes it larger" if grows else ""
+        if 0 < val < MIN_VAL:
+            can_grow = not splitting.from_data and options.split[1] < 0.3
+            remedy = "; --split 0.6 0.3 0.1 --replace makes it larger" if can_grow else ""
             print(f"careful: val has {val} images, each {100 / val:.1f} points of recall{remedy}")
         print(next_steps(options.out, [part.name for part in parts]))
     return code
@@ -319,7 +319,7 @@ def _spec(sample: UserSample, key: str, source: str) -> SampleSpec:
 
 def _print_splits(splitting: Splitting, options: ImportOptions) -> None:
     counts = Counter(sample.split for sample in splitting.samples)
-    origin = "as the data has it" if splitting.from_data else "by the images' bytes"
+    origin = "as in the data" if splitting.from_data else "by the images' bytes"
     listing = ", ".join(f"{split} {count}" for split, count in sorted(counts.items(), reverse=True))
     print(f"  split {origin}: {listing}")
     names = {sample.image.split for sample in splitting.samples} - {None}
@@ -328,11 +328,11 @@ def _print_splits(splitting: Splitting, options: ImportOptions) -> None:
         print(f"  split names of the data that are not used: {unused}")
     if splitting.num_unsplit:
         print(
-            f"  {splitting.num_unsplit} images have no split there: they go into the split of a "
-            "near-duplicate, or into train"
+            f"  {splitting.num_unsplit} images have no split in the data: they go into the split "
+            "of a near-duplicate, or into train"
         )
     if splitting.num_merged:
-        print(f"  {splitting.num_merged} images have the bytes of another and are merged with it")
+        print(f"  {splitting.num_merged} images are merged into images of equal bytes")
     num_groups = sum(count > 1 for count in Counter(splitting.groups).values())
     group_splits = {(group, s.split) for group, s in zip(splitting.groups, splitting.samples)}
     num_divided = sum(n > 1 for n in Counter(group for group, _ in group_splits).values())

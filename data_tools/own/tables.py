@@ -46,11 +46,12 @@ _MISSING = {
     *("#n/a", "#name?", "#ref!", "#value!", "#div/0!", "#null!", "#num!", "[object object]"),
 }
 _BYTES = re.compile(r"""b('([^'\\]|\\.)*'|"([^"\\]|\\.)*")""")
-# A list, tuple, set or array as Python and NumPy print it; an item (1), before a space (2) if NumPy
-# leaves out the comma, or else what NumPy writes around items.
+# A list, tuple, set or array as Python or NumPy prints it.
 _PRINTED = re.compile(
     r"""(array|list)?[\[({]\s*([\[({]|[bu]?['"]|np\.|array|list|None|nan).*[\])}]""", re.DOTALL
 )
+# Group 1: an item or closing bracket; group 2: space after it where NumPy prints no comma. Matches
+# without groups are NumPy's names and dtypes, to be dropped.
 _ITEM = re.compile(
     r"""([bu]?'(?:[^'\\]|\\.)*'|[bu]?"(?:[^"\\]|\\.)*"|None|nan|[\])}])(\s+(?=[^\s,\])}]))?"""
     r"|(?:np\.str_|array|list)(?=\()|,\s*dtype=[^\s)]+",
@@ -130,7 +131,7 @@ def normalise_name(name: str) -> str:
 def missing_columns(
     where: str, names: Sequence[str], overrides: ColumnOverrides, bytes_columns: Sequence[str] = ()
 ) -> ConfigError:
-    """Return the error for a table of which `find_columns` finds not all columns."""
+    """Return the error for a table in which `find_columns` does not find all columns."""
     columns = (overrides.image, *(overrides.captions or ()), overrides.split)
     unknown = [name for name in columns if name is not None and name not in names]
     missing, remedy = "columns of images and captions", "them with --image COLUMN --caption COLUMN"
@@ -174,11 +175,14 @@ def texts_in(value: Any, depth: int = _DEPTH) -> list[str]:
         # A set has no order, so it is read as a list.
         as_list = re.sub(r"^\{(.*)\}$", r"[\1]", literal, flags=re.DOTALL)
         readings: list[tuple[Callable[[str], Any], str]] = [
-            *((parse_json, text), (ast.literal_eval, literal), (ast.literal_eval, as_list))
+            (parse_json, text),
+            (ast.literal_eval, literal),
+            (ast.literal_eval, as_list),
         ]
         for parse, source in readings:
             with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-                if isinstance(values := parse(source), list | tuple | dict):
+                values = parse(source)
+                if isinstance(values, list | tuple | dict):
                     return texts_in(values, depth - 1)
     return [text]
 
@@ -189,7 +193,8 @@ def _add_comma(item: re.Match[str]) -> str:
 
 
 def split_name(value: Any) -> str | None:
-    """Return the name of a split in a table's value; None if missing (also NaN)."""
+    """Return the name of a split in a table's cell; None if missing."""
+    # NaN is not equal to itself.
     name = "" if value is None or value != value else str(value).strip()
     return name or None
 
@@ -197,16 +202,16 @@ def split_name(value: Any) -> str | None:
 def require_splits(
     counts: Mapping[str, int | None], where: str, remedy: str = "it should be train, val or test"
 ) -> None:
-    """Refuse names of which only some mean a split; `counts` are images by name, if known."""
+    """Refuse names if only some of them are splits; `counts`: images by name, if known."""
     split_by_name = {name: split_of(name) for name in sorted(counts)}
     splits = [split for split in SPLIT_NAMES if split in split_by_name.values()]
     unknown = [name for name, split in split_by_name.items() if split is None]
-    # Ignored, such names could move test images, by whatever name, to train.
+    # If the other names were ignored, their images could be test images that move to train.
     if unknown and splits:
         count = counts[unknown[0]]
         label = repr(unknown[0]) if count is None else f"{unknown[0]!r} ({count} images)"
         raise ConfigError(
-            f"{where}: {label} is no split, but stands beside {' and '.join(splits)}; {remedy}"
+            f"{where}: {label} is not a split, but there are {' and '.join(splits)}; {remedy}"
         )
 
 
@@ -254,8 +259,8 @@ def _object_table(objects: Iterator[LocatedRow], faults: Faults) -> UserTable | 
             late = [key for key in row if key not in columns and _may_be_split(key)]
             if late and not any(map(_may_be_split, columns)):
                 raise ConfigError(
-                    f"{where}: none of the first {_HEAD} rows has this {late[0]!r}; give every row "
-                    "one, or null"
+                    f"{where}: the first {_HEAD} rows have no {late[0]!r}; give it to every row, "
+                    "if only as null"
                 )
             yield where, row
 
@@ -299,8 +304,8 @@ def _json_rows(path: Path, faults: Faults) -> Iterator[LocatedRow]:
             # The list's name may be a split.
             split = {"split": name} if split_of(name) else {}
             for number, row in enumerate(rows, 1):
-                if isinstance(row, dict):
-                    yield f"{display_path(path)}, {name}, row {number}", {**split, **row}
+                where = f"{display_path(path)}, {name}, row {number}"
+                yield where, {**split, **row} if isinstance(row, dict) else row
     else:
         # pandas' default layout has an object or a list per column.
         columns = {
@@ -318,27 +323,13 @@ def _text_table(
 ) -> UserTable | None:
     """Open a text separated by commas, tabs, semicolons or bars, with or without a header."""
     with open(path, **_TEXT) as file:
-        line = file.readline(1 << 16)
-    if not is_utf8(line) or "\0" in line:
+        first_line = file.readline(1 << 16)
+    if not is_utf8(first_line) or "\0" in first_line:
         raise ConfigError(f"{where}: not UTF-8; save it as UTF-8")
-    if not line.strip():
+    if not first_line.strip():
         return None
     delimiters = "\t" if path.suffix.lower() == ".tsv" else ",\t;|"
-
-    cells_by_delimiter = {
-        delimiter: [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
-        for delimiter in delimiters
-    }
-
-    # The best delimiter gives the columns in the first line, else most image names, else cells.
-    def score(delimiter: str) -> tuple[int, int, int]:
-        cells = cells_by_delimiter[delimiter]
-        has_columns = find_columns(cells, overrides) is not None
-        images = sum(normalise_name(cell) in IMAGES or is_image_name(cell) for cell in cells)
-        return has_columns, images, len(cells)
-
-    delimiter = max(delimiters, key=score)
-    names = cells_by_delimiter[delimiter]
+    delimiter, names = _split_first_line(first_line, delimiters, overrides)
     image_column = next((i for i, cell in enumerate(names) if is_image_name(cell)), None)
     has_header = (
         image_column is None or len(names) < 2 or find_columns(names, overrides) is not None
@@ -353,16 +344,11 @@ def _text_table(
         return len(cells) >= len(names) > 1 and any(map(is_image_name, cells))
 
     def rows(columns: Sequence[str]) -> Iterator[LocatedRow]:
-        # Quotes in quoted cells are doubled (None), or have a backslash before them as in MySQL.
-        # If neither fits ("") a tab separated file has no quoted cells.
-        escapes = (None, "\\") if delimiter == "\t" or _escapes_quotes(path) else ()
-        escape = next((mark for mark in escapes if _has_quoted_cells(path, delimiter, mark)), "")
-        is_unquoted = delimiter == "\t" and escape == "" and not line.startswith('"')
-        quoting: Literal[0, 3] = csv.QUOTE_NONE if is_unquoted else csv.QUOTE_MINIMAL
-        options: dict[str, Any] = {"quoting": quoting, "escapechar": escape or None}
+        is_quoted, escape = _find_quoting(path, delimiter, first_line)
+        quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
         with open(path, **_TEXT) as file:
             lines = _Lines(chain(file, [_END]))
-            reader = csv.reader(lines, delimiter=delimiter, **options)
+            reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, escapechar=escape)
             for number in count():
                 lines.row.clear()
                 try:
@@ -375,14 +361,14 @@ def _text_table(
                         faults.append(Fault("cell too long", f"{where}, line {lines.number}"))
                         continue
                     cells, is_open = [], True
-                # A quote that is not closed swallows rows up to the next one.
+                # An open quote takes in all rows up to the next quote.
                 if is_open or any(map(is_row, lines.row[1:])):
                     lines.rewind()
                     faults.append(Fault("quote left open", f"{where}, line {lines.number}"))
                     continue
                 if (not number and has_header) or cells in ([], [_END]):
                     continue
-                cells = [*map(_unquote, cells)] if is_unquoted else cells
+                cells = cells if is_quoted else [*map(_unquote, cells)]
                 location = f"{where}, line {lines.number}"
                 if not is_utf8("".join(cells)):
                     faults.append(Fault("line that is not UTF-8", location))
@@ -399,12 +385,42 @@ def _text_table(
     return UserTable(names, rows)
 
 
+def _split_first_line(
+    line: str, delimiters: str, overrides: ColumnOverrides
+) -> tuple[str, list[str]]:
+    """Return the best of the `delimiters` for a table's first line, and the line's cells."""
+    cells_by_delimiter = {
+        delimiter: [cell.strip() for cell in next(csv.reader([line], delimiter=delimiter))]
+        for delimiter in delimiters
+    }
+
+    def score(delimiter: str) -> tuple[int, int, int]:
+        cells = cells_by_delimiter[delimiter]
+        has_columns = find_columns(cells, overrides) is not None
+        images = sum(normalise_name(cell) in IMAGES or is_image_name(cell) for cell in cells)
+        return has_columns, images, len(cells)
+
+    delimiter = max(delimiters, key=score)
+    return delimiter, cells_by_delimiter[delimiter]
+
+
+def _find_quoting(path: Path, delimiter: str, first_line: str) -> tuple[bool, str | None]:
+    """Return whether a table has quoted cells, and their escape character; None: doubled quotes."""
+    # Only a backslash, as MySQL writes it, makes a search necessary in files without tabs.
+    if delimiter == "\t" or _escapes_quotes(path):
+        for escape in (None, "\\"):
+            if _has_quoted_cells(path, delimiter, escape):
+                return True, escape
+    # In a tab-separated file, quotes that cannot enclose cells belong to captions.
+    return delimiter != "\t" or first_line.startswith('"'), None
+
+
 class _Lines:
-    """Lines of a file; `rewind` goes back to the second line of a row."""
+    """Iterator of a file's lines that can go back to the second line of the current row."""
 
     def __init__(self, lines: Iterable[str]) -> None:
         self._lines, self._again = iter(lines), list[str]()
-        self.row: list[str] = []  # lines since it was cleared
+        self.row: list[str] = []  # lines of the current row; the caller clears it
         self.number = 0  # of the last line, from 1
 
     def __iter__(self) -> _Lines:
@@ -417,7 +433,7 @@ class _Lines:
         return line
 
     def rewind(self) -> None:
-        """Go back to the line after the row's first."""
+        """Go back to the row's second line."""
         self._again += reversed(self.row[1:])
         self.number -= len(self.row) - 1
 
@@ -435,11 +451,11 @@ def _escapes_quotes(path: Path) -> bool:
 
 
 def _has_quoted_cells(path: Path, delimiter: str, escape: str | None) -> bool:
-    """Return whether all quotes of a file can enclose cells; else they belong to captions."""
+    """Return whether all quotes of a file can enclose cells; if not, they belong to captions."""
     with open(path, **_TEXT) as file:
         try:
             rows = csv.reader(file, delimiter=delimiter, escapechar=escape, strict=True)
-            # Tabs and line breaks in a cell: it reaches from the quote of one caption to another's.
+            # A cell with tab and line break reaches from a quote in one caption to another caption.
             return not any("\n" in cell and "\t" in cell for row in rows for cell in row)
         except csv.Error:
             return False
@@ -472,9 +488,9 @@ def _arrow_table(path: Path, where: str) -> UserTable:
             return
         with _open_arrow(path, pa, ipc) as reader:
             for batch in reader:
-                chosen = batch.select(list(names))
-                for start in range(0, len(chosen), _BATCH):
-                    yield chosen.slice(start, _BATCH)
+                columns = batch.select(list(names))
+                for start in range(0, len(columns), _BATCH):
+                    yield columns.slice(start, _BATCH)
 
     def rows(names: Sequence[str]) -> Iterator[LocatedRow]:
         number = 0
@@ -487,7 +503,7 @@ def _arrow_table(path: Path, where: str) -> UserTable:
                     yield f"{where}, row {number}", with_class_names(row, features)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"{where}: damaged behind row {number} ({reason})") from error
+            raise ConfigError(f"{where}: damaged after row {number} ({reason})") from error
 
     try:
         if path.suffix.lower() == ".parquet":

@@ -32,8 +32,7 @@ from vlp.tasks.caption.metrics import (
 )
 from vlp.tasks.caption.task import CaptionTask
 
-# Ends an error about Java or pycocoevalcap.
-_WITHOUT_JAVA = "or set task.java=false (`java` in a model's task.json): no METEOR and SPICE"
+_WITHOUT_JAVA = "set `task.java: false`, or `java` in the task.json of a trained model, for this"
 _CORPUS_FIGURES = ("bleu1", "bleu2", "bleu3", "bleu4", "meteor")
 
 

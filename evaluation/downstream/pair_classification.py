@@ -65,8 +65,8 @@ class PairEvaluation(TaskEvaluation):
         correct = np.array([row["label"] == row["prediction"] for row in rows])
         masks = {name: labels == label for label, name in enumerate(classes)}
         # A class without samples has no accuracy.
-        present = [name for name in classes if masks[name].any()]
-        values = {"accuracy": correct, **dict.fromkeys(present, correct)}
+        names = [name for name in classes if masks[name].any()]
+        values = {"accuracy": correct, **dict.fromkeys(names, correct)}
         class_counts = np.bincount(labels)
         chance = float(class_counts.max() / len(labels))
         images = [row["image"] for row in rows]
@@ -75,10 +75,10 @@ class PairEvaluation(TaskEvaluation):
         notes = [f"Chance of accuracy: always `{classes[int(class_counts.argmax())]}`."]
         if isinstance(task.config, Nlvr2Config):
             # A sentence recurs with several image pairs; one wrong answer makes it inconsistent.
-            sentences, rows_of = np.unique([sentence_of(row) for row in rows], return_inverse=True)
-            consistent = np.bincount(rows_of, ~correct) == 0
+            sentences, index = np.unique([sentence_of(row) for row in rows], return_inverse=True)
+            is_consistent = np.bincount(index, ~correct) == 0
             figures |= clustered_figures(
-                {"consistency": consistent}, sentences.tolist(), {}, resamples
+                {"consistency": is_consistent}, sentences.tolist(), {}, resamples
             )
             notes.append("Consistency: share of sentences with right answers for all image pairs.")
         return Scored(figures, tuple(notes))

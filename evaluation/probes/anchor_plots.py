@@ -30,36 +30,35 @@ PANEL = 1.25
 SIDE = 400
 
 
-def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path, dots: int = 120) -> Path:
-    """Draw a row of panels for each caption into a file, with `dots` pixels per inch.
+def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path) -> Path:
+    """Draw a row of panels for each caption into a file.
 
     The first panel is the image. A word's panel shows for each patch the share of channel groups
     in which it anchors the word, and boxes of the objects that the word may name.
     """
-    columns = 1 + max(len(row.words) for row in maps)
+    columns = 1 + max(len(anchor_map.words) for anchor_map in maps)
     figure = Figure(figsize=(PANEL * columns + 1.2, (PANEL + 0.55) * len(maps) + 0.4))
     figure.subplots_adjust(0.01, 0.03, 0.93, 1 - 0.55 / figure.get_figheight(), 0.06, 0.5)
     axes = figure.subplots(len(maps), columns, squeeze=False)
     for panel in axes.flat:
         panel.axis("off")
-    for line, row in zip(axes, maps):
-        line[0].imshow(draw_boxes(row.image, side=SIDE))
-        title = f"{row.caption}   (S ≥ {row.threshold:.2f})"
-        line[0].set_title(title, fontsize=8, loc="left", pad=16, parse_math=False)
-        for panel, word in zip(line[1:], row.words):
-            panel.imshow(overlay_anchors(row.image, word.heat, _colour_boxes(word.boxes), SIDE))
-            panel.set_title(word.word, fontsize=8, pad=2, parse_math=False)
+    for (first, *others), anchor_map in zip(axes, maps):
+        first.imshow(draw_boxes(anchor_map.image, side=SIDE))
+        title = f"{anchor_map.caption}   (S ≥ {anchor_map.threshold:.2f})"
+        first.set_title(title, fontsize=8, loc="left", pad=16, parse_math=False)
+        for panel, word_map in zip(others, anchor_map.words):
+            boxes = _colour_boxes(word_map.boxes)
+            panel.imshow(overlay_anchors(anchor_map.image, word_map.heat, boxes, SIDE))
+            panel.set_title(word_map.word, fontsize=8, pad=2, parse_math=False)
     scale = figure.add_axes((0.945, 0.1, 0.01, 0.75))
     figure.colorbar(ScalarMappable(Normalize(0, 1), SHARE_COLOURS), cax=scale)
     scale.tick_params(labelsize=7)
     scale.set_title("groups", fontsize=7)
-    return _save(figure, path, dots)
+    return _save(figure, path)
 
 
-def draw_anchor_detail(
-    detail: AnchorDetail, path: str | Path, groups: int = 8, dots: int = 120
-) -> Path:
-    """Draw all maps of one image and caption into a file, with `dots` pixels per inch.
+def draw_anchor_detail(detail: AnchorDetail, path: str | Path, groups: int = 8) -> Path:
+    """Draw all maps of one image and caption into a file.
 
     The first row has the image and the caption's Grad-CAM map. The row of a word has the share of
     channel groups that anchor each patch, the Grad-CAM map (all words have one scale), and the
@@ -112,7 +111,7 @@ def draw_anchor_detail(
     lines = "\n".join([*caption, *textwrap.wrap(facts, letters)])
     # Dollar signs of a caption are no formula.
     figure.suptitle(lines, fontsize=8, parse_math=False)
-    return _save(figure, path, dots)
+    return _save(figure, path)
 
 
 def _draw_gradcam(
@@ -139,8 +138,8 @@ def _colour_boxes(boxes: Sequence[Box]) -> list[tuple[Box, str]]:
     return [(box, BOX_COLOUR) for box in boxes]
 
 
-def _save(figure: Figure, path: str | Path, dots: int) -> Path:
+def _save(figure: Figure, path: str | Path) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dots)
+    figure.savefig(path, dpi=120)
     return path

@@ -66,16 +66,16 @@ def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[T
     has no attention of timm.
     """
     maps: list[Tensor] = []
-    layers = [
+    attentions = [
         module
         for module in encoder.modules()
         if hasattr(module, "fused_attn")
         and isinstance(getattr(module, "attn_drop", None), nn.Module)
     ]
-    if not layers:
+    if not attentions:
         yield maps
         return
-    attention = layers[-1]
+    attention = attentions[-1]
 
     def unfuse(module: nn.Module, _: object) -> None:
         module.fused_attn = False  # type: ignore[assignment]

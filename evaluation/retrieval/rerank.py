@@ -120,6 +120,7 @@ def _pack(scores: Tensor, index: Tensor) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores and indices from the result of `_pack`."""
     ordered = (packed >> 32).int()
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return bits.view(torch.float32), 0xFFFFFFFF - (packed & 0xFFFFFFFF)

@@ -329,27 +329,17 @@ def evaluate_retrieval(
                 bank_temperature,
                 add_match_stage=rerank_by == "both",
             )
-    notes: list[str] = []
-    list_loss = {
-        f"{stage}/{direction}": float(np.nanmean(query_losses))
+    mean_losses = {
+        (stage, direction): float(np.nanmean(query_losses))
         for (stage, direction), query_losses in sorted(losses.items())
         if not np.isnan(query_losses).all()
     }
-    if rerank:
-        score = "the match score alone"
-        if temperature is not None:
-            score = f"similarity / {temperature:.3g} + match score"
-        top = reranked_top(rerank, len(collection.samples), len(collection.captions))
-        notes.append(f"The top {top} were re-ranked by {score}.")
-        stage_losses = (
-            f"{stage} {ARROWS[direction]} {list_loss[f'{stage}/{direction}']:.3f}"
-            for stage, direction in sorted(losses)
-            if f"{stage}/{direction}" in list_loss
-        )
-        average = "List loss in nats, mean over queries with a positive among them"
-        notes.append(f"{average}: {', '.join(stage_losses) or 'none'}.")
-        notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     bank_skipped = {} if bank_collection is None else bank_collection.skipped
+    notes: list[str] = []
+    if rerank:
+        top = reranked_top(rerank, len(collection.samples), len(collection.captions))
+        notes += _rerank_notes(top, temperature, mean_losses)
+        notes += untrained_match_notes(loaded.model.match_is_trained, "re-ranking")
     if bank:
         skipped_text = format_kinds(bank_skipped) if bank_skipped else "none"
         notes.append(
@@ -358,34 +348,22 @@ def evaluate_retrieval(
         )
     if common_images:
         notes.append(f"{common_images} of the images are in the bank: recall is biased upwards.")
-    images_of_text, _ = collection.positives()
-    if copies := int((images_of_text[:, 1:2] != PADDING).sum()):
-        notes.append(f"{copies} captions also describe another image: correct for both.")
-    if collection.copies:
-        notes.append(
-            f"{collection.copies} images without image_id are byte-identical to an earlier one, "
-            "whose captions count as wrong; give both one image_id."
-        )
-    notes += truncation_notes(collection.num_truncated, len(collection.text_features), "captions")
+    notes += _collection_notes(collection)
+    predictions: list[dict[str, Any]] = []
+    for direction in DIRECTIONS:
+        ranks = {stage: rank for (stage, side), rank in all_ranks.items() if side == direction}
+        predictions += query_rows(ranks, direction, collection)
     return RetrievalResult(
         kind="retrieval",
         counts={"images": len(collection.image_features), "texts": len(collection.text_features)},
         shards=tuple(map(str, shards)),
         figures=_figures(all_ranks, collection, options.resamples),
-        predictions=[
-            row
-            for direction in DIRECTIONS
-            for row in query_rows(
-                {stage: rank for (stage, side), rank in all_ranks.items() if side == direction},
-                direction,
-                collection,
-            )
-        ],
+        predictions=predictions,
         skipped=collection.skipped,
         notes=tuple(notes),
         facts={
             "rerank": rerank,
-            "list_loss": list_loss,
+            "list_loss": {"/".join(key): loss for key, loss in mean_losses.items()},
             "temperature": temperature if rerank else None,
             "match_trained": loaded.model.match_is_trained,
             "bank": list(map(str, bank)),
@@ -394,6 +372,36 @@ def evaluate_retrieval(
             "bank_shared": common_images,
         },
     )
+
+
+def _rerank_notes(
+    top: int, temperature: float | None, mean_losses: Mapping[tuple[str, str], float]
+) -> list[str]:
+    """Return notes on the scores and losses of re-ranking; losses are by (stage, direction)."""
+    score = "the match score alone"
+    if temperature is not None:
+        score = f"similarity / {temperature:.3g} + match score"
+    listing = ", ".join(
+        f"{stage} {ARROWS[direction]} {loss:.3f}"
+        for (stage, direction), loss in mean_losses.items()
+    )
+    average = "List loss in nats, mean over queries with a positive among them"
+    return [f"The top {top} were re-ranked by {score}.", f"{average}: {listing or 'none'}."]
+
+
+def _collection_notes(collection: Collection) -> list[str]:
+    """Return notes on captions of several images, byte-identical images and truncated captions."""
+    notes = []
+    images_of_text, _ = collection.positives()
+    if num_common := int((images_of_text[:, 1:2] != PADDING).sum()):
+        notes.append(f"{num_common} captions also describe another image: correct for both.")
+    if collection.copies:
+        notes.append(
+            f"{collection.copies} images without image_id are byte-identical to an earlier one, "
+            "whose captions count as wrong; give both one image_id."
+        )
+    num_texts = len(collection.captions)
+    return [*notes, *truncation_notes(collection.num_truncated, num_texts, "captions")]
 
 
 def _figures(

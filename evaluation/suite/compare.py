@@ -51,7 +51,6 @@ def item_difference(
     *,
     resamples: int = 2000,
     permutations: int = 10_000,
-    seed: int = 0,
 ) -> ItemDifference:
     """Compare the values (items,) of two models; `clusters` are the images of the items.
 
@@ -68,7 +67,7 @@ def item_difference(
     # Items of an image are not independent: images are resampled, and whole images flip their sign.
     sums: NDArray[np.float64] = np.bincount(cluster_ids, differences).astype(float)
     weights = np.bincount(cluster_ids).astype(float)
-    means = bootstrap_means(sums[:, None], weights[:, None], resamples=resamples, seed=seed)
+    means = bootstrap_means(sums[:, None], weights[:, None], resamples=resamples)
     low, high = percentile_interval(means)
     return ItemDifference(
         first=float(np.mean(first)),
@@ -76,7 +75,7 @@ def item_difference(
         difference=float(differences.mean()),
         low=float(low[0]),
         high=float(high[0]),
-        p=sign_flip_p(sums, permutations, seed),
+        p=sign_flip_p(sums, permutations),
         mcnemar=_mcnemar(first, second),
         only_first=int((differences < 0).sum()),
         only_second=int((differences > 0).sum()),

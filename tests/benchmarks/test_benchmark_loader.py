@@ -7,7 +7,7 @@ from benchmarks.__main__ import main
 from benchmarks.loader import (
     TOKENS,
     TRANSFORMS,
-    Prepare,
+    SampleTransform,
     Settings,
     make_shards,
     samples_of,
@@ -27,7 +27,7 @@ def test_peers_get_the_same_samples(shards, tmp_path, transforms):
     save_vocabulary(shards, tmp_path, TOKENS)
     samples = list(samples_of(shards))
     assert len(samples) == 40
-    prepare = Prepare(Settings(shards, tmp_path, 32, 2, 0), transforms)
+    prepare = SampleTransform(Settings(shards, tmp_path, 32, 2, 0), transforms)
     image, ids, mask = prepare(samples[0])
     assert (image.shape, image.dtype) == ((3, 32, 32), torch.uint8)
     assert ids.shape == mask.shape == (TOKENS,)

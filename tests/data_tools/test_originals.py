@@ -141,7 +141,7 @@ def test_what_is_damaged_or_gone(tmp_path):
     assert originals.read("2.jpg") is None
     assert len(originals.problems) == 1
     path.write_bytes(path.read_bytes()[:1000])  # cut while the build runs
-    with pytest.raises(BadSample, match=r"unreadable image: .*b.tar: cut off at byte 512"):
+    with pytest.raises(BadSample, match=r"unreadable image: .*b.tar: truncated at byte 512"):
         originals.read("1.jpg")
 
 

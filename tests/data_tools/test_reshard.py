@@ -107,7 +107,7 @@ def test_repeated_keys_are_refused_by_name(folder, tmp_path, capsys):
     out = tmp_path / "out"
     assert deal(folder, other, "--out", out) == 2
     message = capsys.readouterr().err
-    assert "1 keys come more than once: k3 (" in message
+    assert "1 keys are not unique: k3 (" in message
     assert str(folder / "shard-000001.tar") in message
     assert not list(out.glob("*.tar"))
 

@@ -134,10 +134,10 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted(read, tmp_path):
     [
         (b"", "should be a list"),
         (b"{}", "should be a list"),
-        (b"[1, 2", "cut off behind row 1"),
-        (b"[1, 2, ", "cut off behind row 2"),
-        (b'[{"a": 1}, {"a" 2}]', "damaged or cut off behind row 1"),
-        (b"[" * 100_000, "damaged or cut off behind row 0"),
+        (b"[1, 2", "truncated after row 1"),
+        (b"[1, 2, ", "truncated after row 2"),
+        (b'[{"a": 1}, {"a" 2}]', "damaged or truncated after row 1"),
+        (b"[" * 100_000, "damaged or truncated after row 0"),
     ],
 )
 def test_damaged_files(tmp_path, content, message):

@@ -63,7 +63,7 @@ def test_kinds_of_swaps_can_be_chosen(tmp_path):
     assert kinds == ["distance", "binding"] * 2
     near = captions_of(ShardIndex.open(tmp_path / "twins").read(0, 0).annotation)[0]
     assert set(near.replace(",", "").split()) & {"close", "together", "apart", "distant"}
-    with pytest.raises(ConfigError, match="says"):
+    with pytest.raises(ConfigError, match="this command"):
         _run(tmp_path, "--train", "0", "--val", "0", "--swaps", "4")  # other kinds
     with pytest.raises(ConfigError, match="--objects 2 or more"):
         _run(tmp_path / "one", "--objects", "1", "--kinds", "distance")

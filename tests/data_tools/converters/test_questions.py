@@ -65,7 +65,7 @@ def test_files_that_do_not_fit_together(images, tmp_path, capsys):
     arguments = ["vqa", "--questions", str(questions), "--annotations", str(annotations)]
     arguments += ["--images", str(images), "--processes", "1"]
     assert main([*arguments, "--out", str(tmp_path / "none")]) == 2
-    assert "are both of the same split?" in capsys.readouterr().err
+    assert "give files of the same split" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 

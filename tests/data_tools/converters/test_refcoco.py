@@ -59,7 +59,7 @@ def test_a_pickle_runs_nothing(tmp_path, capsys):
         refs.write_bytes(pickle.dumps([Harmful(tmp_path / "made")], protocol))
         assert main(command) == 2
         assert not (tmp_path / "made").exists()
-        assert "mkdir, which plain data does not need" in capsys.readouterr().err
+        assert "mkdir, which is not plain data" in capsys.readouterr().err
     for data, message in (
         (references[:-30], "not a pickle of references"),
         (b"{}", "not a pickle of references"),
@@ -116,6 +116,6 @@ def test_detections_that_cannot_be_used(tmp_path):
     faults = []
     assert read_proposals(path, faults) == {"5": [[1, 2, 3, 4]]}
     assert [fault.kind for fault in faults] == ["row of another layout"]
-    for content, message in ((3, "neither a list"), ({"5": [[1, 2]]}, "is it the right file")):
+    for content, message in ((3, "give a list"), ({"5": [[1, 2]]}, "is it the right file")):
         with pytest.raises(ConfigError, match=message):
             read_proposals(json_of(path, content), [])

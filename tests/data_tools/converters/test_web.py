@@ -148,7 +148,7 @@ def test_sbu(shared, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no rows"),
+        (b"", "no row can be used"),
         (b"a caption without a url\n", "line 1: this should be caption<TAB>url"),
         (b"http://x.org/a.jpg\ta caption\n", "line 1: this should be caption<TAB>url"),
         (b"\xff\tnothing\n", "line 1: not UTF-8"),

@@ -74,13 +74,13 @@ def test_columns_that_are_not_known(suffix, tmp_path, refused):
         for n in range(70)
     ]
     write(tmp_path, {"late.jsonl": as_lines(table)})
-    assert "late.jsonl, line 61: none of the first 50 rows has" in refused(tmp_path / "late.jsonl")
+    assert "late.jsonl, line 61: the first 50 rows have no" in refused(tmp_path / "late.jsonl")
 
 
 def test_images_that_are_elsewhere(tmp_path, refused):
     table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
     said = refused(table)
-    expected = "none of its 16 images is there (the first that is not: photo 00.jpg); name their"
+    expected = "16 of 16 images are missing (first: photo 00.jpg); name their"
     assert expected in said
     links = [{**row, "image": f"https://x.org/{row['image']}"} for row in rows()]
     write(tmp_path, {"table.csv": as_csv(links)})
@@ -88,7 +88,7 @@ def test_images_that_are_elsewhere(tmp_path, refused):
     some = write(tmp_path / "some", dict(list(images().items())[:6]))
     table = write(tmp_path, {"table.csv": as_csv(rows())}) / "table.csv"
     said = refused(table, "--images", some)
-    assert "6 of its 16 images are there (the first that is not: photo 06.jpg); name their" in said
+    assert "10 of 16 images are missing (first: photo 06.jpg); name their" in said
     command = ["import", str(table), "--images", str(some), "--out", str(tmp_path / "out")]
     assert main([*command, "--allow-missing-images"]) == 0
     counted = [json.loads(path.read_text()) for path in tmp_path.rglob("manifest.json")]
@@ -122,23 +122,25 @@ def test_damaged_files(tmp_path, refused):
     assert "not a readable parquet file" in refused(tmp_path / "no.parquet")
     assert "not a readable arrow file" in refused(tmp_path / "no.arrow")
     assert "not UTF-8" in refused(tmp_path / "no.csv")
-    write(tmp_path, {"open.csv": b'image,caption\na.jpg,"never closed' + b"x" * 200_000})
+    long_cell = b'image,caption\na.jpg,"never closed' + b"x" * 200_000
+    write(tmp_path, {"open.csv": long_cell, "coco.json": b'{"images": [], "annotations": []}'})
     assert "quote left open" in refused(tmp_path / "open.csv")
-    write(tmp_path, {"coco.json": b'{"images": [], "annotations": []}'})
     assert "take it with: vlp data coco --annotations FILE" in refused(tmp_path / "coco.json")
 
 
 def test_faults_in_archives_name_the_archive_and_the_member(tmp_path, capsys):
-    table = as_lines(rows()) + b"broken\n"
-    files = {f"set/{name}": data for name, data in {**images(), "all.jsonl": table}.items()}
-    for path in (tar_of(tmp_path / "a.tar.gz", files, "w:gz"), as_zip(tmp_path / "b.zip", files)):
+    lines = as_lines(rows()) + b"broken\n"
+    listed = json.dumps({"rows": [*rows(), None]}).encode()
+    set_files = {f"set/{name}": data for name, data in images().items()}
+    first = tar_of(tmp_path / "a.tar.gz", {**set_files, "set/all.jsonl": lines}, "w:gz")
+    second = as_zip(tmp_path / "b.zip", {**set_files, "set/all.json": listed})
+    for path, where in ((first, "all.jsonl, line 23"), (second, "all.json, rows, row 23")):
         assert main(["import", str(path), "--out", str(tmp_path / "out"), "--replace"]) == 0
-        assert f"(first: {path}: set/all.jsonl, line 23)" in capsys.readouterr().out
+        assert f"(first: {path}: set/{where})" in capsys.readouterr().out
 
 
 def test_hostile_archives(tmp_path, refused):
-    bomb = gzip.compress(bytes(2**27))
-    write(tmp_path, {"bomb.tar.gz": bomb})
+    write(tmp_path, {"bomb.tar.gz": gzip.compress(bytes(2**27))})
     assert "unpacks to more than 100 times" in refused(tmp_path / "bomb.tar.gz")
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -363,7 +363,7 @@ def test_a_split_that_is_none_is_refused_before_it_is_streamed(tmp_path, capsys,
     (place / "README.md").write_text(f"---\nconfigs: {about}\n---\n")
     assert main(["import", f"hub:{place}", "--out", str(tmp_path / "out"), "--processes", "1"]) == 2
     said = capsys.readouterr().err
-    assert "'extra' is no split, but stands beside train and test; choose others with" in said
+    assert "'extra' is not a split, but there are train and test; choose others with" in said
 
 
 def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path):

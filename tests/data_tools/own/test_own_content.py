@@ -95,7 +95,7 @@ def test_a_name_of_no_split_beside_splits_is_refused(by, parts, splits, tmp_path
         place = write(tmp_path / "mine", {**images(), "table.csv": as_csv(table)})
     assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert f"'extra' (4 images) is no split, but stands beside {splits}" in said
+    assert f"'extra' (4 images) is not a split, but there are {splits}" in said
 
 
 @pytest.mark.parametrize("by", ["folders", "column"])
@@ -109,7 +109,7 @@ def test_images_without_a_split_beside_others_go_into_train(by, tmp_path, capsys
     out = tmp_path / "out"
     assert main(["import", str(place), "--out", str(out), "--split", "0.1", "0.4", "0.5"]) == 0
     printed = capsys.readouterr().out
-    assert "split as the data has it: val 6, train 5, test 5" in printed
+    assert "split as in the data: val 6, train 5, test 5" in printed
     found = stored(out)
     sides = [found[data][0] for data in images().values()]
     assert sides == [("val", "test", "train")[number % 3] for number in range(16)]

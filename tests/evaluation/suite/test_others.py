@@ -148,7 +148,7 @@ def test_mistakes_are_told(tmp_path, monkeypatch):
     config = transformers.BertConfig(**TOWER, vocab_size=20)
     transformers.BertModel(config).save_pretrained(tmp_path / "bert")
     tokenizer("clip").save_pretrained(tmp_path / "bert")
-    with pytest.raises(EvaluationError, match="no dual encoder"):
+    with pytest.raises(EvaluationError, match="not a dual encoder"):
         other_model(f"transformers:{tmp_path}/bert").load()
     with pytest.raises(ConfigError, match="--labelled and --classes go together"):
         suite_of(["a"], [], ["b"])
