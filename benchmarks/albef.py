@@ -66,7 +66,7 @@ def our_config(
     layout: str = "albef",
     precision: Precision = "float32",
 ) -> PretrainConfig:
-    """Return a pretraining with ALBEF's losses, or with `every_loss` all default ones."""
+    """Return a pretraining with ALBEF's losses, or with `every_loss` all default losses."""
     width, heads = sizes.width, sizes.heads
     layer = {"width": width, "heads": heads, "intermediate": 4 * width, "weights": None}
     teacher = {"queue": sizes.queue, "momentum": MOMENTUM, "warmup_steps": 0}

@@ -47,8 +47,8 @@ def stats(
             --max-tokens 30
 
     The main numbers are printed; FILE has all, with histograms. Words are runs of letters and
-    digits in lower case; --vocabulary also counts a caption's tokens, with [CLS] and [SEP]. Sizes
-    of images are those in their headers. After an interruption the same command counts the rest.
+    digits in lower case; --vocabulary also counts a caption's tokens, with [CLS] and [SEP]. Image
+    sizes are read from headers. After an interruption the same command counts the rest.
     Memory: some 24 bytes a sample.
     """
     # Errors of the arguments come before any work.

@@ -24,7 +24,7 @@ def vocabulary(
     """Train a lower-case WordPiece vocabulary on the texts of shards.
 
     --texts all adds hypotheses, statements, questions with answers and referring expressions; a
-    vocabulary of captions alone may split words of theirs into letters.
+    vocabulary of captions alone may split their words into letters.
     """
     from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 

@@ -209,7 +209,7 @@ def evaluate_blocks(
     ):
         parts = processes.map_blocks(len(blocks), evaluate_block)
     rows = [row for block_rows, _ in parts for row in block_rows]
-    skipped = [skip for _, skipped in parts for skip in skipped]
+    skipped = [skip for _, block_skipped in parts for skip in block_skipped]
     if not rows:
         first = f"; the first: {skipped[0].kind}, {skipped[0].where}" if skipped else ""
         raise EvaluationError(f"{', '.join(items.folders)}: no usable item{first}")

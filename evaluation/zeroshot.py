@@ -225,9 +225,9 @@ def evaluate_zeroshot(
 def rerank_scores(
     scores: NDArray[np.floating], nearest: NDArray[np.int64], new_scores: NDArray[np.floating]
 ) -> NDArray[np.float64]:
-    """Replace the scores (images, classes) of `nearest` by `new_scores`, and shift others below.
+    """Return scores (images, classes): `new_scores` of the classes `nearest`, others below these.
 
-    nearest: indices (images, top) of the best classes. new_scores: (images, top).
+    nearest, new_scores: (images, top), nearest indices of classes.
     """
     highest_other = np.min(new_scores) - 1
     reranked = np.asarray(scores, dtype=np.float64) - np.max(scores) + highest_other

@@ -167,7 +167,7 @@ class CategoryWords:
 def _plurals(noun: str) -> tuple[str, ...]:
     if noun in PLURALS:
         return PLURALS[noun]
-    if noun.endswith("y") and noun[-2] not in "aeiou":
+    if noun.endswith("y") and noun[-2:-1] not in "aeiou":
         return (f"{noun[:-1]}ies",)
     return (f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s",)
 

@@ -36,7 +36,7 @@ Indices = NDArray[np.int64]
 
 # Near-duplicates differ in at most 6 of 64 bits (coarse hash) and 48 of 256 bits (fine hash).
 # On Flickr8k and COCO this finds all copies that are saved again, reduced to a third or squeezed,
-# 99 % of those brightened by a fifth or cropped by 1 % at each edge, and 68 % cropped by 2.5 %. Of
+# 99 % of copies brightened by a fifth or cropped by 1 % at each edge, and 68 % cropped by 2.5 %. Of
 # 26 million pairs of different images, the 167 within 12 bits differ in at least 80 of 256. Rotated
 # and flipped copies are not found.
 DISTANCE, FINE_DISTANCE = 6, 48
@@ -259,7 +259,7 @@ def near_pairs(
         lower = np.searchsorted(hashes & mask, queries & mask, side="left")
         upper = np.searchsorted(hashes & mask, queries & mask, side="right")
         if query_hashes is None:
-            # Compare each hash with the later ones only, so that a pair comes once.
+            # Compare each hash with later hashes only, so that a pair comes once.
             lower = np.arange(1, len(hashes) + 1)
         for start in range(0, len(queries), _CHUNK):
             chunk = slice(start, start + _CHUNK)

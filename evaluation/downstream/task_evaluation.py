@@ -185,9 +185,9 @@ class TaskEvaluation:
 
     def count_truncated(self, text: Callable[..., Any], rows: Sequence[Row]) -> int:
         """Return the number of rows with a text that the tokenizer `text` truncates."""
-        return (
-            count_truncated(text, [row[self.text_field] for row in rows]) if self.text_field else 0
-        )
+        if not self.text_field:
+            return 0
+        return count_truncated(text, [row[self.text_field] for row in rows])
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
         """Merge rows of samples that are parts of one item; by default every sample is an item."""

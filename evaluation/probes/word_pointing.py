@@ -380,8 +380,8 @@ def evaluate_pointing(
         )
         with reader.prefetch(processes.share(count)):
             parts = processes.map_blocks(count, score_block)
-    skipped = count_kinds([skip for *_, skipped in parts for skip in skipped])
-    words = [word for part, *_ in parts for word in part]
+    skipped = count_kinds([skip for _, _, block_skipped in parts for skip in block_skipped])
+    words = [word for block_words, _, _ in parts for word in block_words]
     if not words:
         raise EvaluationError(
             f"{', '.join(samples.folders)}: no word with a box in {len(samples)} samples "

@@ -212,6 +212,7 @@ def reranked_ranks(
     Ties and NaN count against the model. positives: (queries, max_positives), padded with -1.
     """
     is_positive = _is_positive(dual.nearest, positives)
+    # `initial` is the maximum without candidates (top = 0).
     best = np.where(is_positive & ~np.isnan(scores), scores, -np.inf).max(
         axis=1, keepdims=True, initial=-np.inf
     )

@@ -221,7 +221,7 @@ def compare(
         differences[name] = item_difference(
             np.array(list(first_values.values())),
             np.array([second_values[item] for item in first_values]),
-            # A sentence of NLVR2's consistency has no image of its own: it is its own cluster.
+            # For NLVR2's consistency, items and clusters are sentences, which `images` lacks.
             [images.get(item, item) for item in first_values],
             resamples=resamples,
             permutations=permutations,

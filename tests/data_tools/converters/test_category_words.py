@@ -4,7 +4,7 @@ from benchmark_files import json_of
 from data_tools.converters.category_words import CategoryWords
 from vlp.config import ConfigError
 
-NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog", "aerosol_can"]
+NAMES = ["person", "bear", "teddy bear", "tennis racket", "dog", "aerosol_can", "", "y"]
 BOX = [1.0, 2.0, 3.0, 4.0]
 
 
