@@ -88,12 +88,13 @@ def test_similarities_that_are_not_finite_and_no_rows_at_all():
         assert (result.text_for_image // 2).tolist() == [0, 0, 1, 1][:rows]
 
 
-def test_an_equal_caption_of_another_image_is_no_negative():
+@pytest.mark.parametrize("by_id", [True, False])
+def test_an_equal_caption_of_another_image_is_no_negative(by_id):
     random = torch.Generator().manual_seed(7)
     similarity = torch.randn(8, 8, generator=random)
     similarity[:, 1] = similarity[:, 0] = 9
     ids, valid = torch.arange(8), torch.ones(8, dtype=torch.bool)
-    pairs = torch.stack([ids, torch.tensor([5, 5, 2, 3, 4, 6, 7, 8])], dim=1)
+    pairs = torch.stack([ids, torch.tensor([5, 5, 2, 3, 4, 6, 7, 8])], dim=1) if by_id else ids
     plain = torch.stack([ids, ids], dim=1)
     for _ in range(50):
         uniform = torch.rand(8, 2, generator=random, dtype=torch.float64)

@@ -54,9 +54,16 @@ def candidate_cross_entropy(
 def positives(pair_ids: Tensor, candidate_ids: Tensor) -> Tensor:
     """Return whether row b and candidate k have the same image or equal captions: (..., B, K) bool.
 
-    pair_ids: (..., B, 2), ids of image and caption; candidate_ids: (..., K, 2).
+    pair_ids: (..., B, 2), ids of image and caption; candidate_ids: (..., K, 2). Or (B,) and (K,),
+    ids of images.
     """
+    pair_ids, candidate_ids = as_pairs(pair_ids), as_pairs(candidate_ids)
     return (pair_ids[..., :, None, :] == candidate_ids[..., None, :, :]).any(-1)
+
+
+def as_pairs(ids: Tensor) -> Tensor:
+    """Return ids (..., B, 2) of image and caption; ids (B,) of images also serve as captions'."""
+    return ids if ids.ndim > 1 else ids[:, None].expand(-1, 2)
 
 
 def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None) -> Tensor:
@@ -66,13 +73,14 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
     with the image of candidate k, the candidate is no negative.
 
     Args:
-        pair_ids: (..., B, 2), ids of image and caption.
-        candidate_ids: (..., K, 2).
+        pair_ids: (..., B, 2), ids of image and caption, or (B,) of images.
+        candidate_ids: (..., K, 2), or (K,).
         links: (..., L, 2), the third rows; None: `pair_ids`. Memory grows with B K and L.
     """
-    links = pair_ids if links is None else links
-    i2t = match_by_links(pair_ids, candidate_ids, links)
     is_self = candidate_ids is pair_ids
+    pair_ids, candidate_ids = as_pairs(pair_ids), as_pairs(candidate_ids)
+    links = pair_ids if links is None else as_pairs(links)
+    i2t = match_by_links(pair_ids, candidate_ids, links)
     t2i = i2t.mT if is_self else match_by_links(candidate_ids, pair_ids, links).mT
     return positives(pair_ids, candidate_ids) | i2t | t2i
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import related
+from vlp.objectives.contrastive import as_pairs, related
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision
 
@@ -43,7 +43,8 @@ def hard_negatives(
 
     Args:
         similarity_i2t: (B, B) logits, divided by the temperature, images by texts.
-        pair_ids: (B, 2) int64, ids of image and caption.
+        pair_ids: (B, 2) int64, ids of image and caption; or (B,) of images, where texts with equal
+            similarities count as equal captions.
         valid: (B,) bool, False = empty row.
         uniform: (B, 2) in [0, 1), for the inverse CDF in float64: column 0 samples the negative
             texts of images, column 1 the negative images of texts.
@@ -57,7 +58,10 @@ def hard_negatives(
     # The diagonal blocks (groups, size, size): negatives come from the row's group.
     logits = similarity_i2t.unflatten(1, (groups, size)).unflatten(0, (groups, size))
     logits = logits.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double()
-    ids, group_valid = pair_ids.unflatten(0, (groups, size)), valid.unflatten(0, (groups, size))
+    if pair_ids.ndim == 1 and rows:
+        captions = torch.unique(similarity_i2t, dim=1, return_inverse=True)[1]
+        pair_ids = torch.stack([pair_ids, captions], dim=1)
+    ids, group_valid = (x.unflatten(0, (groups, size)) for x in (as_pairs(pair_ids), valid))
     allowed = ~related(ids, ids) & group_valid[:, :, None] & group_valid[:, None, :]
 
     # Draws (groups, size, 2, K): direction, then the K points of the systematic sample.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vlp.compilation import off_cpu, region
+from vlp.objectives.contrastive import as_pairs
 
 
 class Keys(NamedTuple):
@@ -100,7 +101,7 @@ class KeyQueue:
 
         Args:
             image, text: (R, dim); rows that are not finite are left out.
-            pair_ids: (R, 2) int64, ids of image and caption.
+            pair_ids: (R, 2) int64, ids of image and caption, or (R,) of images.
             valid: (R,) bool; other rows are left out.
         """
         # A queue of the student's own past features destroys the contrastive loss: R@1 below 1 %.
@@ -110,7 +111,7 @@ class KeyQueue:
             return
         queue = self.image, self.text, self.pair_ids
         self.pointer, self.filled = _overwrite_oldest(
-            queue, (image, text, pair_ids), valid, self.pointer, self.filled
+            queue, (image, text, as_pairs(pair_ids)), valid, self.pointer, self.filled
         )
 
     def state_dict(self) -> dict[str, Tensor]:

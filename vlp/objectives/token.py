@@ -10,7 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import candidate_cross_entropy, match_by_links, positives
+from vlp.objectives.contrastive import (
+    as_pairs,
+    candidate_cross_entropy,
+    match_by_links,
+    positives,
+)
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
@@ -90,7 +95,7 @@ def token_losses(
     """Compute both losses within sample groups, with logits `scale * word_response`.
 
     Captions: symmetric cross-entropy of the mean logit of a text's words. Captions of one image,
-    and equal captions, image_weights the target; other `related` pairs are no candidates.
+    and equal captions, share the target; other `related` pairs are no candidates.
 
     Words: an image is positive for a word if one of its texts in the group has the same word piece.
     The loss is the mean over positive images of -log(e^l+ / (e^l+ + sum e^l-)), the sum over
@@ -102,7 +107,7 @@ def token_losses(
         text_tokens: (B, N, D), unit length.
         word_mask: (B, N) bool, True = word piece.
         word_ids: (B, N) int64, ids of word pieces.
-        pair_ids: (B, 2) int64, ids of image and caption.
+        pair_ids: (B, 2) int64, ids of image and caption, or (B,) of images.
         valid: (B,) bool; other rows, and rows of texts without words, are left out as
             queries and as candidates.
         scale: factor of the logits, an inverse temperature.
@@ -111,7 +116,7 @@ def token_losses(
     groups = sample_groups(image_tokens.shape[0], group_size)
     image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
         x.unflatten(0, groups)
-        for x in (image_tokens, text_tokens, word_mask, word_ids, pair_ids, valid)
+        for x in (image_tokens, text_tokens, word_mask, word_ids, as_pairs(pair_ids), valid)
     )
     valid = valid & word_mask.any(-1)
     positive = positives(ids, ids)
