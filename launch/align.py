@@ -147,7 +147,7 @@ def _align(
 
 
 class _ValidationPairs:
-    """Held-out pairs: the first `MAX_PAIRS` choose the shrinkage; moments are those of all."""
+    """Held-out pairs: the first `MAX_PAIRS` choose the shrinkage; `moments` are of all pairs."""
 
     def __init__(self, x_channels: int, y_channels: int) -> None:
         self.moments = PairMoments(x_channels, y_channels)
@@ -182,8 +182,8 @@ class _ValidationPairs:
 
 def _project_tokens(layer: nn.Linear, projection: Affine, mean: Tensor) -> None:
     """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection."""
-    # Pooling `cls+mean` concatenates [CLS] and the tokens' mean: tokens take the part of the mean,
-    # the last channels. Without a bias to subtract the mean, its direction is projected out.
+    # Pooling `cls+mean` concatenates [CLS] and the mean of tokens: tokens take the weights of the
+    # mean, the last channels. As no bias can subtract the mean, project its direction out.
     weight, mean = projection.weight[:, -layer.in_features :], mean[-layer.in_features :]
     direction = mean / mean.norm().clamp(min=torch.finfo(mean.dtype).tiny)
     layer.weight.copy_(weight - torch.outer(weight @ direction, direction))

@@ -34,7 +34,7 @@ from vlp.training.command import run_training
 from vlp.training.config import FinetuneConfig
 from vlp.training.engines.deepspeed import shards_parameters
 
-# Samples on which a validation is tried before the training.
+# Samples of the validation's trial before the training.
 _TRIAL_SAMPLES = 16
 
 
@@ -87,7 +87,7 @@ def build_validation(
 ) -> BestCheckpoint | None:
     """Return the validation of a fine-tuning; None without validation data.
 
-    It is tried on a few samples, to fail before the training.
+    A trial on a few samples raises its errors before the training.
     """
     folders, limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
@@ -119,7 +119,7 @@ def build_validation(
         except EvaluationError as error:
             if not isinstance(error.__cause__, NotFiniteError):
                 raise
-            # As for a loss that is not finite: the training goes on, and this is never the best.
+            # The training goes on, as after a loss that is not finite; NaN is never the best.
             return {metric: math.nan}
 
     every = training.evaluate_every or training.steps_in_epoch(data)

@@ -74,7 +74,7 @@ def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = 
     return run_training(config, PretrainConfig, overrides, resume, build, build_validation)
 
 
-# Samples on which a validation is tried before the training.
+# Samples of the validation's trial before the training.
 _TRIAL_SAMPLES = 16
 # A validation computes recalls on the first samples, as many as Flickr30k's and COCO 1K's test sets
 # have, and losses on the first global batches.
@@ -87,7 +87,7 @@ def build_validation(
     """Return the validation of a pretraining; None without validation data.
 
     Its metrics are `mean` (of all recalls, after re-ranking if enabled), each recall, and
-    `loss/total` with its parts. It is tried on a few samples, to fail before the training.
+    `loss/total` with its parts. A trial on a few samples raises its errors before the training.
     """
     validation, training = config.validation, config.training
     if validation is None:

@@ -61,10 +61,9 @@ def __dir__() -> list[str]:
 
 
 _AUTO = "transformers.models.auto"
-# `import vlp` must not import transformers and torch, which takes seconds. So it waits for the
-# modules of Auto classes, and each of them imports one module of this package; models are
-# registered when the first `VlpConfig` is made.
-_OURS = {
+# `import vlp` must not import transformers and torch, which takes seconds: the import of a module
+# of Auto classes imports a module of this package. The first `VlpConfig` registers the models.
+_MODULE_AFTER_AUTO = {
     f"{_AUTO}.configuration_auto": "vlp.serving.config",
     f"{_AUTO}.processing_auto": "vlp.serving.processor",
     f"{_AUTO}.image_processing_auto": "vlp.serving.image_processor",
@@ -79,15 +78,15 @@ class AutoClassFinder:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return Python's spec of an Auto module, with the import added; else None."""
-        ours = _OURS.get(name)
-        spec = PathFinder.find_spec(name, path, target) if ours else None
-        if ours is None or spec is None or spec.loader is None:
+        vlp_module = _MODULE_AFTER_AUTO.get(name)
+        spec = PathFinder.find_spec(name, path, target) if vlp_module else None
+        if vlp_module is None or spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_and_register(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module(ours)
+            importlib.import_module(vlp_module)
 
         spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]
         return spec
@@ -97,9 +96,9 @@ def register_when_imported() -> None:
     """Register with the Auto classes, at once if they are imported already."""
     if AutoClassFinder not in sys.meta_path:
         sys.meta_path.insert(0, AutoClassFinder)
-        for theirs, ours in _OURS.items():
-            if theirs in sys.modules:
-                importlib.import_module(ours)
+        for auto_module, vlp_module in _MODULE_AFTER_AUTO.items():
+            if auto_module in sys.modules:
+                importlib.import_module(vlp_module)
 
 
 register_when_imported()

@@ -89,7 +89,7 @@ def run_app(
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     _open_standard_streams()
-    # Of libraries, about calls that the user did not make.
+    # Libraries warn of calls that the user did not make.
     warnings.simplefilter("ignore", FutureWarning)
     warnings.showwarning = lambda message, *_, **__: _print_warning(str(message))
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
@@ -105,7 +105,7 @@ def run_app(
 
 @cache
 def _print_warning(text: str) -> None:
-    """Print a warning in one line, without its line of code, and once."""
+    """Print a warning as one line, without its location, and each text only once."""
     print(f"warning: {text}", file=sys.stderr)
 
 

@@ -3,7 +3,7 @@
 `region` marks a function of tensors, such as a loss, to be compiled as one graph: on a GPU its
 dozens of small operations take longer to launch than to run. `on_gpu` selects between two equal
 computations; the form for a GPU has fixed sizes, so that no number is read back, and kernels that a
-CPU lacks. `once` logs from compiled code.
+CPU lacks. `log_once` logs from compiled code.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def gpu_form() -> Iterator[None]:
         _force_gpu_form = previous
 
 
-def once(log: Callable[..., None]) -> Callable[..., None]:
-    """Make a logging function log each set of arguments, which must be constants, only once.
+def log_once(log: Callable[..., None]) -> Callable[..., None]:
+    """Make a logging function log each set of arguments only once.
 
-    The compiler runs it while tracing, outside the graph. `cache_clear` resets it.
+    Arguments must be constants: the compiler calls the function while tracing, outside the graph.
+    `cache_clear` resets it.
     """
     cached_log = functools.cache(log)
 

@@ -87,7 +87,7 @@ _PACKAGES = ("vlp", "evaluation", "data_tools", "launch")
 
 
 def plugin_of(definition: Any) -> str | None:
-    """Return the module that defines a class or function; None for a module of this project."""
+    """Return the module of a plugin's class or function; None if this project defines it."""
     module: str = definition.__module__
     return None if module.partition(".")[0] in _PACKAGES else module
 
@@ -263,7 +263,7 @@ def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
 
 
 def _locate(location: Sequence[str | int], schema: type[Config]) -> tuple[list[str], list[str]]:
-    """Return the parts of the user's key for pydantic's location, and those that are fields.
+    """Return the parts of the user's key for pydantic's location, and its parts that are fields.
 
     pydantic's location also contains the kinds of tagged unions, which are dropped. Indices of
     lists are parts of the key, but no fields.
@@ -381,12 +381,12 @@ def validate(
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write a configuration with all its keys, and redacted secrets, for `load_config`."""
+    """Write a configuration as YAML with all its keys; secrets in URLs are redacted."""
     write_text(Path(path), dump_yaml(config.model_dump(mode="json")))
 
 
 def config_file(path: str | Path) -> Path:
-    """Return a path; a `configs/...` that does not exist is looked up in the installed package."""
+    """Return a path; look up a `configs/...` that does not exist in the installed package."""
     path = Path(path)
     if path.parts[:1] == ("configs",) and not path.exists():
         package_file = Path(str(resources.files("configs"))).joinpath(*path.parts[1:])
@@ -397,9 +397,9 @@ def config_file(path: str | Path) -> Path:
 def read_values(
     path: str | Path, children: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of a file and of those it inherits, and the file of each dotted key.
+    """Return the values of a file and its `inherit` files, and the origin file by dotted key.
 
-    children: files that inherit this one; a file that inherits itself is an error.
+    children: files that inherit this file; a file that inherits itself is an error.
     """
     path = config_file(path).resolve()
     if path in children:

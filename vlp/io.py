@@ -101,7 +101,7 @@ def require_local(path: Path) -> None:
 
 
 def similar_path(path: str | Path) -> str:
-    """Return "; did you mean X?" for the path X most like a missing one, or "" without any."""
+    """Return "; did you mean X?" with the path most similar to a missing path; "" without one."""
     missing = Path(path)
     while not os.path.isdir(missing.parent):  # Path.is_dir raises for a folder without access
         missing = missing.parent
@@ -270,7 +270,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 def remove(path: Path) -> None:
     """Remove a folder with its contents, a file or a link, if it exists; ignore errors."""
     if os.path.isdir(path) and not os.path.islink(path):
-        for folder, _, _ in os.walk(path):  # of a write-protected model, for example
+        for folder, _, _ in os.walk(path):  # write-protected folders could not be emptied
             with suppress(OSError):
                 os.chmod(folder, 0o700)
         shutil.rmtree(path, ignore_errors=True)
@@ -314,7 +314,7 @@ def _backup_path(folder: Path) -> Path:
 
 
 def link_missing(source: Path, target: Path) -> None:
-    """Hard-link into a folder the entries of `source`, if it exists, that the folder lacks."""
+    """Hard-link entries of the folder `source`, if it exists, that `target` lacks into `target`."""
     if not source.is_dir():
         return
     names = {path.name for path in target.iterdir()}
@@ -362,7 +362,7 @@ def write_tensors(
 
 
 def redact(text: str) -> str:
-    """Return a text with `***` in place of user, parameters, query and fragment of every URL.
+    """Replace user, parameters, query and fragment of every URL in a text by `***`.
 
     In schemes other than http, https and ftp, a user without a password (`hf://model@main`) and a
     query without `=` (a wildcard) stay.

@@ -24,10 +24,10 @@ STALE_SECONDS = 60.0  # without a touch, after which another machine's lock is v
 WAIT_SECONDS = 30.0
 
 
-# Every machine has one lock file in the folder. Between processes of a machine `flock` decides,
-# which holds until the process and its forks end. Other machines may not see it on a shared disk:
-# for them a thread touches the file. A process writes its own file before it looks for others, so
-# of two that start at once at most one continues.
+# Every machine has a lock file in the folder. Between processes of a machine `flock` decides, which
+# ends with the process and its forks. Other machines may not see `flock` on a shared disk: for them
+# a thread touches the file. A process writes its file before it looks for others, so that at most
+# one of two processes that start at once continues.
 class FolderLock:
     """Exclusive right to write a folder: `with FolderLock(folder): ...`; ConfigError if taken.
 
@@ -175,7 +175,7 @@ def _start_time(process: object) -> int | None:
 
 
 def _is_touched(other: Path, local: Path) -> bool:
-    """Wait until another machine's lock file is touched (True), stale or removed (False)."""
+    """Return True when another machine's lock file is touched; False when stale or removed."""
     with suppress(FileNotFoundError):  # removed by its owner
         first = _last_beat(other)
         deadline = time.monotonic() + STALE_SECONDS

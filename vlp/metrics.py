@@ -82,10 +82,10 @@ def bootstrap_means(
 
 
 def percentile_interval(
-    means: NDArray[np.floating], confidence: float = 0.95
+    means: NDArray[np.floating],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the lower and upper bounds of the central interval over the first axis of `means`."""
-    # Where all clusters agree (recall 0 or 1) its width is 0, which tells nothing about new data.
-    tail = (1 - confidence) / 2
+    """Return the bounds of the central 95 % interval over the first axis of `means`."""
+    # If all clusters agree (recall 0 or 1), its width is 0, which says nothing about new data.
+    tail = (1 - 0.95) / 2
     low, high = np.quantile(means, [tail, 1 - tail], axis=0)
     return low, high

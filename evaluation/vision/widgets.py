@@ -84,7 +84,7 @@ def _generate_captions(
     batch = Collate(text)(encoded).to(device)
     with evaluation_autocast(device, precision) if precision else task.autocast(device):
         ids = task.model.generate(batch, data.max_caption + 1, task.config.beams)
-    return [text.sentence(row) for row in ids.tolist()]
+    return [text.decode(row) for row in ids.tolist()]
 
 
 def _rounded_boxes(screens: Screens) -> Iterator[tuple[int, ...]]:

@@ -61,20 +61,14 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
     else:
         total = starts[-1].get("total_steps") if starts else None
         yield f"{folder}, written by {owner}", list(_running_rows(steps, total))
-    for title, lines in (
-        ("last figures", steps[-1:]),
-        ("last validation", [line for line in source.log if "validation/mean" in line][-1:]),
-    ):
+    validations = [line for line in source.log if "validation/mean" in line]
+    for title, lines in (("last figures", steps), ("last validation", validations)):
         if lines:
-            yield (
-                title,
-                [(k, f"{v:.4g}") for k, v in lines[0].items() if isinstance(v, int | float)],
-            )
+            numbers = {k: v for k, v in lines[-1].items() if isinstance(v, int | float)}
+            yield title, [(name, f"{value:.4g}") for name, value in numbers.items()]
     for start in starts:
-        yield (
-            f"started {start.get('started')} at step {start.get('step')}",
-            list(_start_rows(start)),
-        )
+        title = f"started {start.get('started')} at step {start.get('step')}"
+        yield title, list(_start_rows(start))
     yield "settings", settings(source)
 
 

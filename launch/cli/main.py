@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -111,9 +111,11 @@ def _read_config(config: Path) -> dict[str, Any]:
     except ConfigError:  # the training reports it, once on each node
         return {}
     plugins = values.get("plugins")
-    # In a rank the training reports a plugin that cannot be imported.
-    with suppress(*[ConfigError] if "WORLD_SIZE" in os.environ else []):
+    try:
         load_plugins(map(str, plugins) if isinstance(plugins, list) else ())
+    except ConfigError:
+        if "WORLD_SIZE" not in os.environ:  # in a rank the training reports it
+            raise
     return values
 
 

@@ -209,7 +209,8 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
     pairs = pairs or config.data.epoch_samples or _count_pairs(config)
     if pairs is None or training.epochs is None:
         return None
-    return training.epochs * pairs // (training.batch * training.gradient_accumulation_steps)
+    batches = -(-pairs // training.batch)  # the last batch of an epoch may have empty rows
+    return max(1, training.epochs * batches // training.gradient_accumulation_steps)
 
 
 def _count_pairs(config: PretrainConfig) -> int | None:

@@ -101,8 +101,8 @@ def test_every_layer_is_judged_as_by_hand(no_object):
         assert found.item() == pytest.approx(classes, abs=1e-9)
         assert losses.l1.total.item() == pytest.approx(l1, abs=1e-9)
         assert losses.giou.total.item() == pytest.approx(giou, abs=1e-6)  # torchvision's eps
-        assert losses.l1.count == losses.giou.count == losses.matched == 5
-        assert losses.right == right
+        assert losses.l1.count == losses.giou.count == losses.num_matched == 5
+        assert losses.num_correct == right
 
 
 @pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0), ()])

@@ -98,7 +98,7 @@ def test_claims_carry_what_the_pattern_says(make_scene):
     assert back.text == "a red circle with a blue cross below it"
     assert back.meaning.relations == ((1, "below", 0),)
     only = fill(make_scene("small red circle top"), "only N0 P0", (0,), (True,), [0] * 16)
-    assert only.meaning.alone
+    assert only.meaning.is_exhaustive
 
 
 def referents(text, scene):

@@ -25,10 +25,7 @@ def test_a_rank_without_signs_is_named_once_and_when_it_is_back():
 
 def test_a_step_that_stands_names_who_is_behind_or_waits_for_nobody():
     for behind, told in (
-        (
-            {"phase_count": 19, "phase": "data", "is_waiting": False},
-            "rank 2 (node-a) in data; the o",
-        ),
+        ({"phase_count": 19, "phase": "data", "is_waiting": False}, "rank 2 (node-a) in data; t"),
         ({"is_waiting": False}, "rank 2 (node-a) in forward; the others wait"),
         ({}, "rank 0 (node-a), 1 (node-a), 2 (node-a) in forward"),
     ):

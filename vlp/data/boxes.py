@@ -51,7 +51,7 @@ def clip_box(box: Sequence[float], size: Size) -> tuple[str | None, Corners | No
 
 
 def turn_of(annotated_size: Size, upright_size: Size, orientation: int) -> int | None:
-    """Return the EXIF orientation by which boxes are turned; None if the aspect ratios differ.
+    """Return the EXIF orientation in which boxes were annotated; None if aspect ratios differ.
 
     Boxes of the upright image's aspect ratio count as upright (1): orientations 2 to 4 keep it.
     """

@@ -51,6 +51,19 @@ ChannelMeans = tuple[_Mean, _Mean, _Mean]  # pixel values in [0, 1], RGB
 ChannelDeviations = tuple[_Deviation, _Deviation, _Deviation]
 
 
+class NormalisationConfig(Config):
+    """Statistics of pixels, by default ImageNet's: (pixel - mean) / std, for levels in [0, 1]."""
+
+    mean: ChannelMeans = Field(
+        (0.485, 0.456, 0.406),
+        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
+    )
+    std: ChannelDeviations = Field(
+        (0.229, 0.224, 0.225),
+        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
+    )
+
+
 def _require_ordered(scale: tuple[float, float]) -> tuple[float, float]:
     low, high = scale
     if low > high:

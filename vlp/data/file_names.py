@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from itertools import islice
 
-# extensions that can be decoded
+# Extensions of images that can be decoded.
 IMAGES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp")
 
 SPLIT_NAMES = {
@@ -67,9 +67,9 @@ class FileNames:
         # By base name, and by the last two parts, as thousands of folders may hold a `0.jpg`.
         self._by_name: dict[str, list[str]] = defaultdict(list)
         self._by_stem: dict[str, list[str]] = defaultdict(list)
-        # Of each file the folder of the first name that found it, or its own where a name has that.
+        # File -> folder of the first name that found it, or its own folder after `claim`.
         self._first_folders: dict[str, str] = {}
-        self.ambiguous: set[str] = set()  # paths that names with different folders would find
+        self.ambiguous: set[str] = set()  # files that names with different folders would find
         for path, full_path in paths.items():
             base = fold_case(path.rpartition("/")[2])
             for name in {base, _last_parts(path), _last_parts(full_path)}:

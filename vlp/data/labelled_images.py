@@ -43,7 +43,7 @@ class LabelledImages:
         return self._length
 
     def read(self, number: int) -> LabelledImage:
-        """Return an image with its class; raises BadSample."""
+        """Return image `number` (from 0) with its class; raises BadSample."""
         raise NotImplementedError
 
 
@@ -186,8 +186,8 @@ def _class_indices(
         depth -= 1  # all images are of one class
     labels = []
     for path in paths:
-        # With `class_names` any folder of the path may name the class. The one at `depth` comes
-        # first, as a parent may be called like another class.
+        # With `class_names` any folder of the path may name the class; the folder at `depth` comes
+        # first, as a parent may have the name of another class.
         parts = (path.parts[depth], *path.parts[:-1])
         labels.append(next((part for part in parts if part in (class_names or ())), parts[0]))
     classes = tuple(class_names or sorted(set(labels)))

@@ -28,17 +28,17 @@ def mask_words(
     """
     count = len(text_ids)
     is_masked = word_mask & (rng.random(count) < probability)
-    kind = rng.random(count)
+    replacement = rng.random(count)  # below 0.8: [MASK], from 0.9 on: a random token
     ordinary_ids = _ordinary_ids(vocab_size, tuple(special_ids))
     random_ids = ordinary_ids[rng.integers(len(ordinary_ids), size=count)]
     words = np.flatnonzero(word_mask)
-    fallback = rng.random()  # drawn in any case, so that later draws stay the same
+    fallback = rng.random()  # drawn even if unused, so that later draws stay the same
     if len(words) and not is_masked.any():
         is_masked[words[int(fallback * len(words))]] = True
     labels = np.where(is_masked, text_ids, IGNORE_INDEX)
-    masked = np.where(is_masked & (kind < 0.8), mask_id, text_ids)
-    masked = np.where(is_masked & (kind >= 0.9), random_ids, masked)
-    return masked, labels
+    masked_ids = np.where(is_masked & (replacement < 0.8), mask_id, text_ids)
+    masked_ids = np.where(is_masked & (replacement >= 0.9), random_ids, masked_ids)
+    return masked_ids, labels
 
 
 def mask_patches(

@@ -393,6 +393,7 @@ class ResampledSamples(IterableDataset[BatchRow]):
 
 
 def _shard_paths(path: str) -> list[str]:
+    """Return the shards of a folder, of a pattern with braces, or of a `.txt` list of both."""
     if path.endswith(".txt") and not is_url(path):
         try:
             lines = lines_of(Path(path))

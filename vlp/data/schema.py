@@ -149,7 +149,7 @@ def normalised_caption(text: str) -> str:
 
 
 def caption_indices(annotation: Annotation) -> list[int]:
-    """Return the indices in the annotation of the captions of `captions_of`: the non-empty ones."""
+    """Return the indices of non-empty captions in the annotation, in the order of `captions_of`."""
     return [index for index, text in enumerate(_raw_captions(annotation)) if text.strip()]
 
 

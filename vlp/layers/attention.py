@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vlp.compilation import off_cpu, on_gpu, once
+from vlp.compilation import log_once, off_cpu, on_gpu
 from vlp.positions.anchor import has_triton
 from vlp.positions.base import (
     PositionContext,
@@ -267,7 +267,7 @@ class Attention(nn.Module):
         return supported
 
 
-@once
+@log_once
 def _log_explicit(width: int, encodings: int, dtype: torch.dtype) -> None:
     logger.info(
         "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and no other encoding "

@@ -133,10 +133,10 @@ def captions(scene: Scene, count: int = CAPTIONS) -> list[SceneCaption]:
 
 
 def write(scene: Scene, pattern: str, rng: np.random.Generator) -> SceneCaption | None:
-    """Fill a pattern for the scene; None if over `MAX_WORDS` even without sizes."""
+    """Fill a pattern for the scene; None if it has more than `MAX_WORDS` even without sizes."""
     count = len(scene.objects)
     order = [int(number) for number in rng.permutation(count)]
-    rng.random(count)  # without use; later draws would change without it
+    rng.random(count)  # unused; without this draw, later draws would change
     sizes = [True] * count
     style = draw_style(rng)
     # Leave out sizes one by one, in random order, until the caption is short enough.
@@ -163,14 +163,17 @@ def draw_style(rng: np.random.Generator) -> list[int]:
 def fill(
     scene: Scene, pattern: str, order: Sequence[int], sizes: Sequence[bool], style: Sequence[int]
 ) -> SceneCaption:
-    """Fill a pattern: its object n is `order[n]`; `sizes`, by object, tell whether to name sizes.
+    """Fill a pattern for the scene.
 
-    `style` (of `draw_style`) chooses among synonyms.
+    Args:
+        order: indices of the scene's objects, in the order of the pattern's objects.
+        sizes: whether to name the size of each object of the scene.
+        style: numbers of `draw_style`, which choose among synonyms.
     """
     words: list[str] = []
     object_words: list[ObjectWord] = []
     relations: list[tuple[int, str, int]] = []
-    placed: set[int] = set()  # objects of the pattern
+    with_place: set[int] = set()  # objects of the pattern whose place it names
     for position, token in enumerate(pattern.split()):
         slot = _SLOT.fullmatch(token)
         if slot is None:
@@ -191,7 +194,7 @@ def fill(
         elif kind in "PC":
             place = _choose(PLACE_WORDS[obj.place], pick) if kind == "P" else obj.place
             words += place.split()
-            placed.add(first)
+            with_place.add(first)
         else:
             second = int(slot[3])
             pair = order[first], order[second]
@@ -202,12 +205,12 @@ def fill(
             words += _choose(_WORDINGS[kind][relation], pick).split()
     nouns = tuple(
         scene.objects[number].phrase(
-            "shape", "colour", *["size"] * sizes[number], *["place"] * (position in placed)
+            "shape", "colour", *["size"] * sizes[number], *["place"] * (position in with_place)
         )
         for position, number in enumerate(order)
     )
-    # The claim is exactly that of the words, so that other images can be checked against it.
-    meaning = Meaning(nouns, tuple(relations), alone=pattern in EXHAUSTIVE)
+    # The claim says what the words say, so that other images can be checked against it.
+    meaning = Meaning(nouns, tuple(relations), is_exhaustive=pattern in EXHAUSTIVE)
     return SceneCaption(" ".join(words).replace(" ,", ","), meaning, tuple(object_words))
 
 

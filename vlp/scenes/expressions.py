@@ -33,8 +33,8 @@ def expressions(scene: Scene) -> list[ReferringExpression]:
 
 
 def is_unique(expression: ReferringExpression, scene: Scene) -> bool:
-    """Return whether the phrase fits its object strictly, and leniently fits no other."""
-    # The lenient test first: it rejects more phrases, as vague words fit more objects.
+    """Return whether the phrase fits its object strictly, and no other object even leniently."""
+    # The lenient test comes first, as it rejects more phrases: vague words fit more objects.
     return subjects(expression.meaning, scene, lenient=True) == [expression.obj] and holds(
         expression.meaning, scene
     )
@@ -46,7 +46,7 @@ def noun_words(noun: ObjectPhrase) -> str:
     return " ".join(word for word in words if word)
 
 
-# Generators, as most candidates are never needed.
+# The following are generators, as most candidates are never needed.
 
 
 def _attributes(
@@ -56,7 +56,7 @@ def _attributes(
     short = [obj.phrase("shape"), obj.phrase("colour"), obj.phrase("size")]
     pairs = (("shape", "colour"), ("shape", "size"), ("colour", "size"))
     long = [obj.phrase(*pair) for pair in pairs]
-    for noun in _rotated(short, rng) + _rotated(long, rng):
+    for noun in _rotate(short, rng) + _rotate(long, rng):
         yield ReferringExpression(f"the {noun_words(noun)}", number, Meaning((noun,)))
 
 
@@ -65,7 +65,7 @@ def _places(scene: Scene, number: int, rng: np.random.Generator) -> Iterator[Ref
     attributes = ((), ("shape",), ("colour",), ("shape", "colour"))
     nouns = [obj.phrase("place", *more) for more in attributes]
     words = PLACE_WORDS[obj.place][int(rng.integers(3))]
-    for noun in _rotated(nouns, rng):
+    for noun in _rotate(nouns, rng):
         yield ReferringExpression(f"the {noun_words(noun)} {words}", number, Meaning((noun,)))
 
 
@@ -80,11 +80,11 @@ def _relations(
         words = RELATION_WORDS[relation][int(rng.integers(2))]
         obj = scene.objects[number]
         nouns = [obj.phrase("shape"), ObjectPhrase(), obj.phrase("colour")]
-        for noun in _rotated(nouns, rng):
+        for noun in _rotate(nouns, rng):
             text = f"the {noun_words(noun)} {words} the {noun_words(landmark)}"
             yield ReferringExpression(text, number, Meaning((noun, landmark), ((0, relation, 1),)))
 
 
-def _rotated(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:
+def _rotate(nouns: list[ObjectPhrase], rng: np.random.Generator) -> list[ObjectPhrase]:
     start = int(rng.integers(len(nouns)))
     return nouns[start:] + nouns[:start]

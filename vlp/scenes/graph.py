@@ -138,14 +138,14 @@ class ObjectPhrase(NamedTuple):
 
 
 class Meaning(NamedTuple):
-    """A claim that the scene has objects of `nouns` in `relations` (noun, relation, noun).
+    """A claim that the scene has objects that fit `nouns`, in `relations`.
 
-    `alone`: it has no others. Relations name nouns by index.
+    Relations are (noun index, relation, noun index). `is_exhaustive`: there are no other objects.
     """
 
     nouns: tuple[ObjectPhrase, ...]
     relations: tuple[tuple[int, str, int], ...] = ()
-    alone: bool = False
+    is_exhaustive: bool = False
 
 
 def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
@@ -155,7 +155,7 @@ def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
 
 def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]:
     """Return the objects that can be the claim's first noun; empty if the claim is false."""
-    if meaning.alone and len(scene.objects) != len(meaning.nouns):
+    if meaning.is_exhaustive and len(scene.objects) != len(meaning.nouns):
         return []
     candidates = [
         [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]

@@ -96,23 +96,24 @@ def sample_swap(
             else list(combinations(range(len(scene.objects)), min_objects))
         )
         pair = pairs[int(rng.integers(len(pairs)))]
-        swapped = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
-        if swapped is not None:
-            # The twin may belong to a split that training must not see.
-            if split == "train" and split_of(swapped.twin) in ("swaps", "unseen"):
-                continue
-            if rng.random() < 0.5:
-                return swapped
-            return SwapPair(kind, swapped.twin, swapped.scene, swapped.foil, swapped.caption)
+        swap = swap_pair(scene, kind, pair if rng.random() < 0.5 else pair[::-1], rng)
+        if swap is None:
+            continue
+        # The twin may belong to a split that training must not see.
+        if split == "train" and split_of(swap.twin) in ("swaps", "unseen"):
+            continue
+        if rng.random() < 0.5:
+            return swap
+        return SwapPair(kind, swap.twin, swap.scene, swap.foil, swap.caption)
     raise RuntimeError(f"no {kind} swap for scene {index} of split {split!r}")
 
 
 def swap_pair(
     scene: Scene, kind: SwapKind, pair: tuple[int, ...], rng: np.random.Generator
 ) -> SwapPair | None:
-    """Swap the objects `pair` (the caption's subject first); None if this fails.
+    """Swap the objects `pair` (the caption's subject first).
 
-    It fails without room, or if a caption is not surely true of one image and false of the other.
+    None without room, or if a caption is not clearly true of one image and false of the other.
     """
     patterns = _PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]

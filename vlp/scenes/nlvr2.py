@@ -129,7 +129,7 @@ def _relation(rng: np.random.Generator) -> tuple[str, Rule]:
     side = int(rng.integers(2))
     return (
         f"in the {_SIDES[side]} picture {_with_article(first)} is {words} {_with_article(second)}",
-        lambda left, right: _where_shown(
+        lambda left, right: _truth_if(
             Meaning((first, second)),
             Meaning((first, second), ((0, relation, 1),)),
             (left, right)[side],
@@ -143,7 +143,7 @@ def _place(rng: np.random.Generator) -> tuple[str, Rule]:
     side = int(rng.integers(2))
     return (
         f"in the {_SIDES[side]} picture {_with_article(noun)} is {words}",
-        lambda left, right: _where_shown(
+        lambda left, right: _truth_if(
             Meaning((noun,)), Meaning((noun._replace(place=place),)), (left, right)[side]
         ),
     )
@@ -169,8 +169,8 @@ def _place_in_single_image(rng: np.random.Generator) -> tuple[str, Rule]:
     return f"exactly one of the pictures shows an object {words}", rule
 
 
-def _where_shown(premise: Meaning, claim: Meaning, scene: Scene) -> bool | None:
-    """Return the truth of `claim` for a scene of which `premise` is true, None for others."""
+def _truth_if(premise: Meaning, claim: Meaning, scene: Scene) -> bool | None:
+    """Return the truth of `claim` for a scene if `premise` is true of it, else None."""
     return truth(claim, scene) if holds(premise, scene) else None
 
 

@@ -54,13 +54,13 @@ class BoxItem(NamedTuple):
     @property
     def walls(self) -> frozenset[Wall]:
         """Walls that the item touches."""
-        touched: dict[Wall, bool] = {
+        touches_wall: dict[Wall, bool] = {
             "left": self.x == 0,
             "right": self.x + self.size == SIDE,
             "top": self.y == 0,
             "bottom": self.y + self.size == SIDE,
         }
-        return frozenset(wall for wall, touches in touched.items() if touches)
+        return frozenset(wall for wall, touches in touches_wall.items() if touches)
 
 
 # Items in any order; a tower's blocks from its base up.
@@ -180,7 +180,7 @@ def some(values: Iterable[bool | None]) -> bool | None:
     return True if True in readings else None if None in readings else False
 
 
-def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
+def count_truth(holds: Callable[[int], bool | None], values: Sequence[bool | None]) -> bool | None:
     """Return `holds` of the number of true values; None if it depends on unknown values."""
     count = values.count(True)
     readings = {holds(count + more) for more in range(1 + values.count(None))}
@@ -188,7 +188,7 @@ def quantified(holds: Callable[[int], bool | None], values: Sequence[bool | None
 
 
 def the_only(values: Iterable[bool | None]) -> bool | None:
-    """Return the value if there is exactly one, else None."""
+    """Return the value of a single-element iterable; None for other numbers of elements."""
     readings = list(values)
     return readings[0] if len(readings) == 1 else None
 
@@ -286,7 +286,7 @@ class Grammar:
         elif over:
             values = [self._true(names, d, box) for box in subject]
             if over == "many":
-                return quantified(d.n.holds, values)
+                return count_truth(d.n.holds, values)
             return every(values) if over == "each" else some(values)
         return every(
             self.truths[name](d, subject) if name in self.truths else getattr(d, name).true(subject)
@@ -507,7 +507,7 @@ def _end(d: Any, box: Box) -> bool:
 
 
 def _times_over(d: Any, box: Box) -> Any:
-    """Return how often one block lies directly on the other; None if only farther above it."""
+    """Return how often a block lies directly on the other; None if it lies only farther above."""
     high, low = (d.y.true, d.x.true) if d.word == "below" else (d.x.true, d.y.true)
     adjacent = sum(high(top) and low(under) for under, top in pairwise(box))
     farther = any(high(top) and low(under) for under, top in combinations(box, 2))
@@ -575,8 +575,8 @@ def sample_box_statement(
 ) -> BoxStatement:
     """Draw statement `index` of a split.
 
-    With `same_items` some arrangement of the same items makes the statement false if it is true,
-    and true if it is false; without, the items alone would predict much of the truth.
+    With `same_items`, another arrangement of the same items gives the opposite label; without, the
+    items alone predict much of the labels.
     """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")

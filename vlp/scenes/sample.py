@@ -40,15 +40,15 @@ VAL_SHARE = 8  # an eighth of the contents is for validation
 
 def split_of(scene: Scene) -> Split:
     """Return the split of a scene, a function of its contents alone."""
-    # A pair of objects has a relation between shapes that training never shows.
+    # Training never shows some directions of two shapes.
     if held_out_pairs(scene, "unseen"):
         return "unseen"
-    # A pair belongs to a held-out family: a direction (horizontal or vertical) with colours and
-    # shapes in any order. Captions and their swapped twins are of one family, as a model could
-    # otherwise recognise the true one by its text.
+    # Training never shows some families: a direction (horizontal or vertical) with colours and
+    # shapes in any order. A caption and its swapped twin are of one family; otherwise a model could
+    # recognise the true caption by its text.
     if held_out_pairs(scene, "swaps"):
         return "swaps"
-    # By colours, shapes and main relations, or by the place of a single object.
+    # Validation has its own colours, shapes and main relations, or places of a single object.
     if _in_share(VAL_SHARE, "content", *content(scene)):
         return "val"
     return "train"
@@ -291,11 +291,11 @@ def distinct_scenes(
         for attempt in range(MAX_ATTEMPTS):
             scene = sample_scene(seed, index, split, image_size, attempt, variety=variety)
             scene_captions = captions(scene)
-            clash = any(
+            is_ambiguous = any(
                 _any_true(scene_captions, other) or _any_true(other_captions, scene)
                 for other, other_captions in zip(scenes, previous_captions, strict=True)
             )
-            if not clash:
+            if not is_ambiguous:
                 break
         scenes.append(scene)
         previous_captions.append(scene_captions)

@@ -81,8 +81,7 @@ KINDS = {
 
 def build_task(config: Any, batch: int, seed: int, precision: Precision) -> tuple[VisionTask, Any]:
     """Build the task of `config.kind` and its training data."""
-    task, data = _task_module(config.kind).build(config, batch, seed, precision)
-    return task, data
+    return _task_module(config.kind).build(config, batch, seed, precision)
 
 
 def load_task(folder: str | Path) -> VisionTask:

@@ -141,7 +141,7 @@ def _run(
                 if distributed.rank() == 0:
                     require_access(config.training.trackers)
                     stack.enter_context(FolderLock(Path(config.output)))
-                # Other ranks may see what rank 0 has written to the folder by now.
+                # For other ranks the folder may be in use already: by rank 0.
                 folder = RunFolder(config.output, resume or distributed.rank() > 0)
                 if resume and distributed.rank() == 0:
                     folder.require_run()

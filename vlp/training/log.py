@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from tqdm import tqdm
@@ -267,9 +266,9 @@ class RunLog:
     `last_record` is the last training record of an earlier start, on rank 0; else empty.
 
     Args:
-        folder: the run's folder, or None on other ranks.
+        folder: the run's folder; None on other ranks.
         step: steps already done.
-        trackers: closed with the log.
+        trackers: trackers by name, which close with the log.
         validated_step: last validated step.
     """
 
@@ -301,7 +300,7 @@ class RunLog:
             self._bar.update()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Log a record of `step` and numbers by name; nested names become `outer/inner`."""
+        """Log a record: `step`, and numbers by name; nested names become `outer/inner`."""
         if self._folder is None:
             return
         flat = self._append(record)
@@ -334,7 +333,7 @@ class RunLog:
         return flat
 
     def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
-        """Call `call` for every tracker; one that fails is dropped with a message."""
+        """Call `call` for every tracker; drop a tracker that fails, with a message."""
         for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
@@ -353,12 +352,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._folder is not None:
             self._call_trackers(lambda tracker: tracker.close(kind is not None))
             self._bar.close()
@@ -367,7 +361,7 @@ class RunLog:
 
 def _drop_later(path: Path, step: int, validated_step: int) -> list[dict[str, Any]]:
     """Rewrite a log without records that will be logged again; return the others."""
-    # After a kill the log has records from after the last checkpoint.
+    # After a kill the log has records of steps after the last checkpoint.
     if not path.exists():
         return []
     earlier = [r for r in read_log(path)[0] if _is_earlier(r, step, validated_step)]

@@ -146,7 +146,6 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def _starts_with(name: str, prefix: str) -> bool:
-    """Return whether a dotted name equals or extends the prefix."""
     return f"{name}.".startswith(f"{prefix}.")
 
 

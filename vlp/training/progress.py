@@ -81,8 +81,7 @@ def copy_to_cpu(outcomes: list[Outcome]) -> list[Outcome]:
         scalars = torch.stack([leaves[index].float() for index in indices]).cpu()
         for index, scalar in zip(indices, scalars):
             leaves[index] = scalar
-    result: list[Outcome] = tree_unflatten(leaves, structure)
-    return result
+    return tree_unflatten(leaves, structure)
 
 
 class Meter:

@@ -382,7 +382,7 @@ def write_report(
 ) -> dict[str, Any]:
     """Return the summary of a run, and write it on rank 0 (`folder` is None on other ranks).
 
-    ending: "finished", "stopped" (by a signal), "paused" or "failed"; record: the last one logged.
+    ending: "finished", "stopped" (by a signal), "paused" or "failed"; record: last log record.
     """
     report: dict[str, Any] = {
         "ended": ending,

@@ -38,21 +38,23 @@ class Launchers:
     # No shells above the launcher: a run may outlive a terminal. Without /proc no end is noticed.
 
     def __init__(self) -> None:
-        lineage = [os.getpid(), *_ancestors(os.getpid())]
+        lineage = [os.getpid()]
+        while (parent := _parent(lineage[-1])) > 0:
+            lineage.append(parent)
         launcher_indices = [
             index for index, pid in enumerate(lineage) if _program(pid) in _LAUNCHER_NAMES
         ]
         if launcher_indices:
             outermost = child_index = launcher_indices[-1]
-            has_parent_launcher = _program(lineage[outermost]) == _NODE_LAUNCHER
+            has_launcher = _program(lineage[outermost]) == _NODE_LAUNCHER  # `deepspeed` itself
         else:
             # With a launcher's variables but without a known name, the parent is the launcher.
-            has_parent_launcher = any(name in os.environ for name in _LAUNCHER_VARIABLES)
-            outermost, child_index = int(has_parent_launcher), 0
+            has_launcher = any(name in os.environ for name in _LAUNCHER_VARIABLES)
+            outermost, child_index = int(has_launcher), 0
         self._lineage = lineage[: outermost + 1]
-        # If a launcher has ended before this call, init has adopted its child.
+        # If the child's launcher has ended before this call, init has adopted the child.
         is_adopted = _parent(lineage[child_index]) == 1 and _has_init()
-        self._is_lost = has_parent_launcher and is_adopted
+        self._is_lost = has_launcher and is_adopted
 
     def is_lost(self) -> bool:
         """Return whether a launcher has ended."""
@@ -60,11 +62,6 @@ class Launchers:
             links = zip(self._lineage, self._lineage[1:], strict=False)
             self._is_lost = any(_parent(pid) != parent for pid, parent in links)
         return self._is_lost
-
-
-def _ancestors(pid: int) -> Iterator[int]:
-    while (pid := _parent(pid)) > 0:
-        yield pid
 
 
 def _parent(pid: int) -> int:

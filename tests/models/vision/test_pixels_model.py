@@ -9,7 +9,7 @@ from vlp.positions import create_position
 from vlp.positions.base import PositionContext
 from vlp.tasks.pixels.model import (
     PixelModelConfig,
-    PixelPlaces,
+    PixelPosition,
     PixelTransformer,
     ReformerLayer,
     SharedQueryAttention,
@@ -85,7 +85,7 @@ def test_nats_are_the_chain_rule_by_hand(names, options):
 
 
 def test_pixel_encodings_add_the_pixels_place_and_the_channels_colour():
-    places = PixelPlaces(config("sine-2d"), SIZE)
+    places = PixelPosition(config("sine-2d"), SIZE)
     x = torch.randn(2, LENGTH, 24)
     sine = create_position("sine-2d", width=16)
     where = sine.embeddings(torch.zeros(1, 9, 16), PositionContext(grid=(SIZE, SIZE)))[0]

@@ -119,7 +119,7 @@ def test_bad_samples_are_named(folder, tmp_path):
     kinds = sorted(skip.kind for skip in batch.skipped)
     assert kinds == ["no text", "unknown label", "unknown label"]
     where = " ".join(skip.where for skip in batch.skipped)
-    assert "'maybe' is none of entailment, neutral, contradiction" in where
+    assert "'maybe' is not one of entailment, neutral, contradiction" in where
     pairs = task.dataset([shards])
     pairs.images = 2
     with pytest.raises(BadSample, match="no second image"):

@@ -74,7 +74,7 @@ class TestHierarchy:
         assert [widget.path for widget in leaves.widgets] == ["0.0.0", "0.0.2", "0.1"]
 
     def test_captions_keep_their_widgets(self):
-        captions = {"0.3": ["hidden ", " "], "0.0": ["inner"], "0.2": ["flat"], "0.1": [""]}
+        captions = {"0.3": ["hidden ", " "], "0.0": ["inner"], "0.2": ["flat"], "0.1": [" "]}
         screen = read_screen(tree(), "one", captions, "leaves")
         said = {screen.widgets[number].path: said for number, said in screen.captions.items()}
         assert said == {"0.3": ("hidden",), "0.0": ("inner",), "0.2": ("flat",)}
@@ -252,9 +252,9 @@ class TestBatches:
         encoded = encode_screen(screen, text, [(place, screen.captions[place][1])], 99)
         assert encoded.boxes.shape == (len(screen.widgets), 4)
         assert encoded.targets.tolist() == [place]
-        assert text.sentence(encoded.captions[0].tolist()) == screen.captions[place][1]
+        assert text.decode(encoded.captions[0].tolist()) == screen.captions[place][1]
         for row, widget in zip(encoded.words, screen.widgets):
-            assert text.sentence(row.tolist()) == widget.text
+            assert text.decode(row.tolist()) == widget.text
         assert encoded.captions[0, 0] == text.cls_id
         assert text.sep_id in encoded.captions[0]
         assert config.max_caption + 2 == encoded.captions.shape[1]
@@ -279,12 +279,12 @@ class TestBatches:
             encode_screen(one, text, [(n, "x") for n in one.captions], 99) for one in several
         ]
         batch = Collate(text)(encoded)
-        assert batch.real.sum(1).tolist() == [len(one.widgets) for one in several]
-        assert (batch.boxes[~batch.real] == 0).all()
-        assert (batch.words[~batch.real] == text.pad_id).all()
+        assert batch.widget_mask.sum(1).tolist() == [len(one.widgets) for one in several]
+        assert (batch.boxes[~batch.widget_mask] == 0).all()
+        assert (batch.words[~batch.widget_mask] == text.pad_id).all()
         rows, widgets = batch.targets.unbind(-1)
         assert rows.bincount().tolist() == [len(one.captions) for one in several]
-        assert batch.real[rows, widgets].all()
+        assert batch.widget_mask[rows, widgets].all()
         assert widgets.tolist() == [n for one in several for n in one.captions]
 
     def test_a_screen_without_captions_is_skipped(self):
@@ -309,7 +309,7 @@ class TestBatches:
         assert again.get_vocab() == small()[1]._tokenizer.get_vocab()
         TextProcessor(again, 12).save(tmp_path)
         stored = small(vocabulary=str(tmp_path))[1]
-        assert stored.words("inbox").tolist() == text.words("inbox").tolist()
+        assert stored.text_ids("inbox").tolist() == text.text_ids("inbox").tolist()
         with pytest.raises(ValueError, match="stored tokenizer"):
             read_tokenizer("{")
         with pytest.raises(ConfigError, match="too small"):

@@ -62,8 +62,7 @@ class ImagePreparation(NamedTuple):
         """Return (images, 3, size, size) float32 pixels; no flip if `text` names a side."""
         if rng_for is None:
             pixels = [self.evaluate(image) for image in images]
-            # Every evaluation shuffles the patches of item `number` alike.
-            seed = number
+            seed = number  # every evaluation shuffles the patches of an item in the same way
         else:
             rng = rng_for("augment")
             pixels = [self.train(image, rng, text) for image in images]

@@ -232,11 +232,10 @@ class SourceFeatures:
                 f"command that writes them: {MAKE}"
             )
 
-    def views(self, shard: int, sample: int, image: bytes, flipped: bool, where: str) -> list[int]:
-        """Return the indices of a sample's views, with `flipped` also of flipped ones.
+    def views(self, shard: int, sample: int, image: bytes, may_flip: bool, where: str) -> list[int]:
+        """Return the indices of a sample's views; unless `may_flip`, of unflipped views only.
 
-        Raises BadSample for a bad image, DataError if `image`, the sample's now, is another one
-        than was encoded.
+        Raises BadSample for a bad image, DataError if `image` differs from the encoded image.
         """
         _, codes_of_samples, checksums = self._open(shard)
         # A shard may be rewritten with the same lengths, which leaves its index as it was.
@@ -251,7 +250,7 @@ class SourceFeatures:
             raise BadSample(kinds[0], where)
         if self.plain:
             return [0]
-        return [view for view, code in enumerate(codes) if flipped or code == PLAIN]
+        return [view for view, code in enumerate(codes) if may_flip or code == PLAIN]
 
     def read(self, shard: int, sample: int, view: int) -> Tensor:
         """Return the tokens of one view, (tokens, width) float16 or bfloat16."""

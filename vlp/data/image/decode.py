@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 # Detected by content. Pillow's other formats are not used by corpora, and some run programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 
-# Bytes of EXIF: Pillow copies most of it for each field.
-_EXIF = frozenset(("exif", "Raw profile type exif"))
-_MAX_EXIF = 2**16
+_EXIF = frozenset(("exif", "Raw profile type exif"))  # keys of `Image.info`
+_MAX_EXIF = 2**16  # bytes, as Pillow copies most of the EXIF for each field
 
-# Reads of the header and of a file: Pillow parses chunks one by one in Python.
+# Limits of Pillow's reads of a header and of a file: it parses chunks one by one in Python.
 _MAX_HEADER_READS, _MAX_READS = 2**11, 2**16
 
 _ROWS_AT_ONCE = 256
@@ -201,7 +200,7 @@ class EncodedImage:
         self._data, self._where = data, where
         with decoder_errors(where), open_image(data, where) as image:
             turn = orientation(image)
-            # simplejpeg decodes these to Pillow's pixels.
+            # simplejpeg decodes plain JPEGs to the same pixels as Pillow.
             self._is_plain_jpeg = (
                 image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
             )
@@ -271,8 +270,11 @@ def as_image(image: Any) -> Image.Image:
     if isinstance(image, Image.Image):
         # Pillow means 0..255 by mode F and 16 bits by mode I; images made of arrays may instead
         # hold fractions (F, up to 1) or bytes (I, up to 255).
-        max_level = {"F": 1, "I": 255 if image.format is None else 0}.get(image.mode)
-        if max_level is None:
+        if image.mode == "F":
+            max_level = 1
+        elif image.mode == "I" and image.format is None:
+            max_level = 255
+        else:
             return image
         array = np.asarray(image)
         return image if array.size and array.max() > max_level else _from_array(array)

@@ -49,13 +49,13 @@ def _identity(image: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _autocontrast(image: Tensor, strength: float, sign: int) -> Tensor:
-    # One stretch for all channels, from the smallest to the largest value of any, keeps hue.
+    # One stretch for all channels, from the smallest to the largest value of all, keeps hue.
     low, high = map(float, image.aminmax())
     return image if low == high else (image - low).mul_(255 / (high - low))
 
 
 def _equalize(image: Tensor, strength: float, sign: int) -> Tensor:
-    # Of the value of HSV: one factor for all channels keeps hue and saturation.
+    # Equalise the value of HSV: one factor for all channels keeps hue and saturation.
     value = image.amax(0)
     levels = value.round().int().view(-1)
     counts = torch.bincount(levels, minlength=256)
@@ -68,7 +68,7 @@ def _equalize(image: Tensor, strength: float, sign: int) -> Tensor:
 
 
 def _brightness(image: Tensor, strength: float, sign: int) -> Tensor:
-    # Of the value of HSV, up to 255: RGB scaled and clipped at 255 turns orange into yellow.
+    # Scale the value of HSV, up to 255: clipping scaled RGB at 255 would turn orange into yellow.
     return image * (255 / image.amax(0)).clamp(max=1 + sign * 0.9 * strength)
 
 
@@ -162,7 +162,7 @@ FILE_NAME = "processor_config.json"  # transformers' name
 
 RGB = tuple[float, float, float]
 
-# Those of timm's `augreg` ViTs: pixels are in [-1, 1], which MIM regresses.
+# As in timm's `augreg` ViTs: pixels are in [-1, 1], which MIM regresses.
 MEAN: RGB = (0.5, 0.5, 0.5)
 STD = MEAN
 
@@ -230,8 +230,8 @@ class Preprocessing:
 def normalise(image: Tensor, mean: RGB = MEAN, std: RGB = STD) -> Tensor:
     """Return (x / 255 - mean) / std of images (..., 3, height, width): float32, on their device."""
     pixels = image.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    # Two passes over the pixels instead of three. Numbers, as copying a tensor of them to a GPU
-    # would wait for the work that is queued there.
+    # Two passes over the pixels instead of three. Python numbers, as copying a tensor to a GPU
+    # waits for the work that is queued there.
     scales = (1 / (255 * torch.tensor(std))).tolist()
     shifts = (torch.tensor(mean) / torch.tensor(std)).tolist()
     for channel, scale, shift in zip(pixels.unbind(-3), scales, shifts):
@@ -334,10 +334,10 @@ def random_crop(
     """Draw torchvision's RandomResizedCrop: share of area in `scale`, aspect ratio 3/4..4/3."""
     if scale[0] >= 1:
         return 0, 0, width, height
-    # Numbers of all ten tries in one call, as a call costs more than numbers.
-    for in_scale, in_aspect in rng.random((10, 2)).tolist():
-        area = width * height * (scale[0] + (scale[1] - scale[0]) * in_scale)
-        aspect = (3 / 4) ** (1 - 2 * in_aspect)
+    # Draw the numbers of all ten tries at once, as a call costs more than the numbers.
+    for area_position, aspect_position in rng.random((10, 2)).tolist():
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * area_position)
+        aspect = (3 / 4) ** (1 - 2 * aspect_position)  # log-uniform
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
             left = int(rng.integers(width - w + 1))
@@ -355,7 +355,7 @@ def apply_view(pixels: Tensor, view: View, patch_size: int, seed: int) -> Tensor
         return torch.zeros_like(pixels)
     if view == "image":
         return pixels
-    # Rolled by a random part of a patch: borders of patches that cut an object reveal its position.
+    # Roll by a random part of a patch: else the edges of cut objects would reveal patch positions.
     generator = torch.Generator().manual_seed(seed)
     shifts = torch.randint(patch_size, (len(pixels), 2), generator=generator).tolist()
     rolled = torch.stack([image.roll(shift, (-2, -1)) for image, shift in zip(pixels, shifts)])

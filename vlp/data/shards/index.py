@@ -32,9 +32,10 @@ from vlp.io import atomic_write
 
 def narrow(values: ArrayLike) -> np.ndarray:
     """Return non-negative numbers in the smallest signed integer type; NumPy sums them in int64."""
-    # Signed, as NumPy makes floats of uint64 with signed integers.
+    # Signed, as NumPy makes floats of uint64 with signed integers: -1 - max needs the signed type
+    # that holds max.
     numbers = np.asarray(values, dtype=np.int64)
-    return numbers.astype(np.min_scalar_type(~int(numbers.max(initial=0))))
+    return numbers.astype(np.min_scalar_type(-1 - int(numbers.max(initial=0))))
 
 
 INDEX_NAME = "index.npz"
@@ -97,7 +98,7 @@ class ShardTable:
         """Number of (image, caption) pairs of each shard; a sample without captions is one."""
         return np.add(self.captions, self.uncaptioned, dtype=np.int64)
 
-    def unknown(self, names: Iterable[bytes]) -> Iterator[bytes]:
+    def unknown_names(self, names: Iterable[bytes]) -> Iterator[bytes]:
         """Yield the names that no shard has."""
         remaining = iter(names)
         while batch := list(islice(remaining, _NAMES_AT_ONCE)):
@@ -126,7 +127,7 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
         with ZipFile(file) as archive:
             version = int(_read_array(archive, "version", "i", ()))
             if version == INDEX_VERSION:
-                return _table(archive)
+                return _parse_table(archive)
     except Exception as error:  # archives and numpy's headers fail in many ways
         reason = shorten(str(error) or type(error).__name__, 200)
         raise ConfigError(f"{where}: not an index of shards ({reason}); {remedy}") from error
@@ -136,7 +137,7 @@ def read_table(file: IO[bytes], where: str, remedy: str) -> ShardTable:
     )
 
 
-def _table(archive: ZipFile) -> ShardTable:
+def _parse_table(archive: ZipFile) -> ShardTable:
     file = bytes(_read_array(archive, "table", "S", ()))
     if not _TABLE_NAME.fullmatch(file):
         raise ValueError(f"table: {file!r}")
@@ -207,7 +208,7 @@ def sample_rows(samples: Sequence[SampleFiles], captions: Sequence[int]) -> np.n
 
 
 def rows_of(ends: Sequence[int], captions: Sequence[int]) -> np.ndarray:
-    """Return the rows of adjacent samples, given the block after the last of each."""
+    """Return the rows of adjacent samples; `ends`: for each, the number of the next block."""
     stops = np.array(ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     rows = np.empty(len(stops), dtype=ROW)
@@ -298,7 +299,7 @@ def require_single_split(folder: Path | str, names: Iterable[str]) -> None:
 
 
 class Survey(NamedTuple):
-    """A shard for the index, the keys of its samples, and the damage after the last one."""
+    """A shard for the index, the keys of its samples, and the damage after the last sample."""
 
     shard: SurveyedShard
     keys: list[str]
@@ -327,11 +328,11 @@ def survey(path: Path) -> Survey:
 
 def index_folder(
     folder: str | Path,
-    mapped: Callable[[Callable[[Path], Survey], Sequence[Path]], Iterable[Survey]] = map,
+    map_function: Callable[[Callable[[Path], Survey], Sequence[Path]], Iterable[Survey]] = map,
 ) -> list[str]:
     """Write a folder's index and return a message for each empty or damaged shard.
 
-    `mapped` is `map` or a parallel one. The caller holds the folder's lock.
+    `map_function` is `map` or a parallel one. The caller holds the folder's lock.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -347,7 +348,7 @@ def index_folder(
         )
     problems, shards = [], []
     try:
-        for shard, _, problem in mapped(_without_keys, paths):
+        for shard, _, problem in map_function(_without_keys, paths):
             if problem:
                 problems.append(f"{shard.name}: {problem}, {len(shard.rows)} samples before it")
             elif not len(shard.rows):

@@ -41,7 +41,7 @@ from vlp.io import (
 _FIRST_WAIT = 1.0
 _LONGEST_WAIT = 30.0
 
-# HTTP status of client errors but for request timeout and too many requests: not retried.
+# HTTP client errors that are not retried: all but request timeout and too many requests.
 _REFUSALS = tuple(status for status in range(400, 500) if status not in (408, 429))
 
 # Exceptions of S3 and Google Cloud without credentials.
@@ -123,12 +123,12 @@ def with_retries(attempt: Callable[[], Value], seconds: float, location: object)
 
 
 MANIFEST_NAME = "manifest.json"
-# User info and query of a URL, in which values of variables are percent-encoded.
+# User info or query of a URL: values of variables are percent-encoded there.
 _QUOTED = re.compile(r"https?://[^/?#]*@|\?.*")
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
-# Timeouts of a connection and of a read without a byte; aiohttp's own, 5 minutes in all, would cut
-# off large shards.
+# Timeouts of a connection and of a read without a byte. aiohttp's default, 5 minutes for a whole
+# file, would cut off large shards.
 _CONNECT_SECONDS, _READ_SECONDS = 30.0, 60.0
 
 
@@ -210,7 +210,7 @@ class RemoteFolder:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it; `${NAME}`: a variable."""
+    """Return the fsspec file system of a URL and the path in it, with `${NAME}` expanded."""
     import fsspec
 
     protocol, location = url.split("://")[0], _expand_variables(url)
@@ -244,7 +244,7 @@ def _expand_variables(url: str) -> str:
     """Return a URL with its variables replaced by their values."""
     if HIDDEN in url:
         raise ConfigError(
-            f"{url}: {HIDDEN} stands for what was left out, a secret; give the whole URL, or put "
+            f"{url}: {HIDDEN} stands for a secret that was left out; give the whole URL, or write "
             "${NAME} for an environment variable in its place"
         )
     missing = [name for name in REFERENCE.findall(url) if name not in os.environ]
@@ -281,8 +281,8 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 # A failed shard is not retried for this long: each of its thousand samples would wait for it.
 _FAILURE_SECONDS = 600
 
-# Prefetching threads of a process: with one, a reader that has caught up with it would wait for
-# each file while no other is downloaded.
+# Prefetching threads of a process. With a single thread, a reader that waits for the file being
+# downloaded would keep any other file from being downloaded.
 PREFETCH_THREADS = 2
 
 # How long to wait for other processes to close files of a full cache.
@@ -313,7 +313,7 @@ class _Failure(NamedTuple):
 
 
 class _CacheFull(Exception):
-    """Refusal of a full cache, in which every file is being read or downloaded."""
+    """Error of a full cache: every file in it is being read or downloaded."""
 
 
 class ShardCache:
@@ -467,7 +467,7 @@ class ShardCache:
             for _, size, path in files:
                 if excess > 0 and _remove_unused(path):
                     excess -= size
-            # Counted again: a file missing at its path may have been renamed instead of removed.
+            # Count again: a file missing at its path may have been renamed instead of removed.
             if self.bytes_used() > self.limit:
                 raise _CacheFull
 
@@ -529,7 +529,10 @@ def _open_complete(path: Path, size: int) -> int | None:
 
 @contextmanager
 def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
-    """Lock a download; yield False if it is done or, without `wait`, if another process has it."""
+    """Lock a download and yield True; yield False if it is done.
+
+    Without `wait`, also yield False while another process downloads.
+    """
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:
@@ -539,8 +542,8 @@ def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
                 if not wait:
                     yield False
                     return
-                # Wait for the other process by a shared lock: once the file has its final name,
-                # readers may hold theirs for long, and an exclusive lock would wait for them.
+                # Wait for the other process by a shared lock: after the download, readers hold
+                # shared locks for long, and an exclusive lock would wait for them.
                 flock(handle, LOCK_SH)
                 continue
             is_current = _is_same_file(handle, part)

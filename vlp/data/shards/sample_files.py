@@ -80,7 +80,7 @@ class RawSample(NamedTuple):
 
 
 class SampleFiles(NamedTuple):
-    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: an earlier has the key."""
+    """Members of a sample by extension (`json`, `1.jpg`); `repeated`: the key came before."""
 
     key: str
     files: dict[str, Member]
@@ -199,29 +199,30 @@ def parse(sample: SampleFiles, read: Reader, where: str) -> RawSample:
         names = ", ".join(f"{sample.key}.{name}" for name in list(sample.files)[:4])
         dots = "; a key ends at its first dot" if any("." in name for name in sample.files) else ""
         raise BadSample("missing image", f"{where} (it has {names}{dots})")
-    images = [image_extension, *(f"1.{name}" for name in IMAGES if f"1.{name}" in sample.files)][:2]
-    for name in images:
-        if (size := sample.files[name].size) > MAX_IMAGE_BYTES:
-            message = f"{where}.{name}: {size} bytes, more than {MAX_IMAGE_BYTES}"
+    second_extension = next((f"1.{e}" for e in IMAGES if f"1.{e}" in sample.files), None)
+    extensions = [e for e in (image_extension, second_extension) if e is not None]
+    for extension in extensions:
+        if (size := sample.files[extension].size) > MAX_IMAGE_BYTES:
+            message = f"{where}.{extension}: {size} bytes, more than {MAX_IMAGE_BYTES}"
             raise BadSample("image too large", message)
     _require_small_texts(sample, where)
-    members = [sample.files[name] for name in (*images, *_TEXTS) if name in sample.files]
+    members = [sample.files[name] for name in (*extensions, *_TEXTS) if name in sample.files]
     read = _read_together(members, read)
     annotation = parse_annotation(sample, read, where)
-    image, *second = (read(sample.files[name]) for name in images)
-    second_image = second[0] if second else None
+    image = read(sample.files[image_extension])
+    second_image = read(sample.files[second_extension]) if second_extension else None
     return RawSample(sample.key, image, image_extension, annotation, second_image, where)
 
 
-# Fields of tasks' items: an evaluation would not count a sample as skipped that has lost them.
-_ITEM_FIELDS = {"questions", "expressions", "label"}
+_ITEM_FIELDS = {"questions", "expressions", "label"}  # fields with the items of tasks
 
 
 def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotation:
-    """Parse `KEY.json`, or take the caption of `KEY.txt` and the label of `KEY.cls`; BadSample.
+    """Parse `KEY.json`, or take the caption of `KEY.txt` and the label of `KEY.cls`.
 
-    Values in the JSON come first. Beside a caption, fields of other tools that are invalid here are
-    dropped, but never questions, expressions or a label, which would be lost.
+    The JSON's caption and label win. Invalid fields of a captioned sample are dropped, as other
+    tools' fields may have our names. Raises BadSample, also for invalid questions, expressions and
+    labels: without them, evaluations would silently lose items.
     """
     if sample.repeated:
         raise _duplicate_key(where)
@@ -237,11 +238,10 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
                 locations = [problem["loc"] for problem in error.errors()]
                 invalid = {loc[0] for loc in locations if loc}
                 annotation = _without_fields(content, invalid)
-                is_no_object = not all(locations)  # the location () is the whole JSON
-                is_captioned = not is_no_object and len(captions_of(annotation)) > 0
-                if not (is_captioned and invalid.isdisjoint(_ITEM_FIELDS)) and (
-                    text is None or not read(text).strip()
-                ):
+                is_object = all(locations)  # the location () is the whole JSON
+                has_caption = is_object and len(captions_of(annotation)) > 0
+                may_drop = has_caption and invalid.isdisjoint(_ITEM_FIELDS)
+                if not may_drop and (text is None or not read(text).strip()):
                     raise
         if text is not None and not captions_of(annotation):
             caption = read(text).decode("utf-8-sig")

@@ -144,7 +144,7 @@ def _close_all() -> None:
         files.clear()
 
 
-_Rows = tuple[np.ndarray, str | None]  # rows of samples, and the damage after the last one
+_ScanResult = tuple[np.ndarray, str | None]  # rows of samples, and the damage after the last row
 
 
 class ShardIndex:
@@ -155,12 +155,12 @@ class ShardIndex:
         self.folder = store.folder
         self.shards = shards
         # Index of each shard's first sample among the rows of all shards.
-        self._first = np.concatenate([[0], np.cumsum(shards.samples)])
+        self._first_samples = np.concatenate([[0], np.cumsum(shards.samples)])
         self._rows: np.ndarray | None = None
         self._rows_loaded = False
-        self._scans: LRUCache[_Rows] = LRUCache(_MAX_SCANS)
-        self._ends: LRUCache[np.ndarray] = LRUCache(_MAX_SCANS)
-        self._lists: LRUCache[Contents] = LRUCache(1)  # the last scan of a shard with repeated keys
+        self._scans: LRUCache[_ScanResult] = LRUCache(_MAX_SCANS)
+        self._caption_ends: LRUCache[np.ndarray] = LRUCache(_MAX_SCANS)
+        self._listings: LRUCache[Contents] = LRUCache(1)  # last scan of a shard with repeated keys
         max_open = _MAX_OPEN_CACHED if self.is_remote else _MAX_OPEN_FILES
         self._files: LRUCache[ShardFile] = LRUCache(max_open, dispose=ShardFile.close)
         _OPEN.add(self._files)
@@ -193,7 +193,7 @@ class ShardIndex:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
         with os.scandir(os.fsencode(folder)) as files:
             tars = [file.name for file in files if file.name.endswith(b".tar")]
-        unknown = min(shards.unknown(tars), default=None)
+        unknown = min(shards.unknown_names(tars), default=None)
         if unknown is not None:
             raise ConfigError(f"{path}: is out of date, without {os.fsdecode(unknown)}; {remedy}")
         # An index without any tar opens, for its numbers of samples; reading a sample then fails.
@@ -247,14 +247,15 @@ class ShardIndex:
                     yield bad
 
     def caption_ends(self, shard_number: int) -> np.ndarray:
-        """Return (samples,) int64, cumulative counts of pairs of the samples, 1 or more each."""
+        """Return cumulative numbers of pairs, (samples,) int64; a sample has at least one pair."""
 
-        def ends() -> np.ndarray:
+        def count() -> np.ndarray:
             rows = self.require_captions()
-            counts = rows["captions"][self._first[shard_number] : self._first[shard_number + 1]]
+            start, stop = self._first_samples[shard_number : shard_number + 2]
+            counts = rows["captions"][start:stop]
             return np.cumsum(np.maximum(counts, 1), dtype=np.int64)
 
-        return self._ends.get(shard_number, ends)
+        return self._caption_ends.get(shard_number, count)
 
     def require_captions(self) -> np.ndarray:
         """Return the rows (`vlp.data.shards.index.ROW`) of all samples; else ConfigError."""
@@ -291,7 +292,7 @@ class ShardIndex:
             if blocks:
                 (samples, problem, _), read = file.samples_at(start * BLOCK, blocks * BLOCK)
             else:  # only a scan of the shard shows whether an earlier sample has the key
-                listed = self._lists.get(shard_number, file.list_samples)
+                listed = self._listings.get(shard_number, file.list_samples)
                 (samples, problem, _), read = listed, file.content
                 samples = samples[sample_number : sample_number + 1]
         except OSError as error:
@@ -318,8 +319,8 @@ class ShardIndex:
 
         return self._files.get(shard_number, open_shard)
 
-    def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _Rows:
-        def scan() -> _Rows:
+    def _sample_rows(self, number: int, entry: ShardEntry, file: ShardFile) -> _ScanResult:
+        def scan() -> _ScanResult:
             samples, problem, _ = file.list_samples()
             if (excess := len(samples) - entry.samples) > 0:
                 message = "%s: holds %d samples that its index lacks; index the folder again"
@@ -330,7 +331,8 @@ class ShardIndex:
         rows = self._all_rows(wait=False) if file.bytes == entry.bytes else None
         if rows is None:
             return self._scans.get(number, scan)
-        return rows[self._first[number] : self._first[number + 1]], None
+        start, stop = self._first_samples[number : number + 2]
+        return rows[start:stop], None
 
     def _all_rows(self, wait: bool) -> np.ndarray | None:
         if self._rows is None and (self.is_remote or not self._rows_loaded):
@@ -346,7 +348,7 @@ class ShardIndex:
 
 
 class Item(NamedTuple):
-    """Item number `part` of a sample, such as a question."""
+    """Item `part` (from 0) of a sample, such as a question."""
 
     raw: RawSample
     part: int
@@ -385,9 +387,9 @@ class Items:
             for number in range(len(index.shards))
         ]
         samples = np.concatenate([index.shards.samples for index in self.indices])
-        self._first = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
+        self._first_samples = np.concatenate([[0], np.cumsum(samples, dtype=np.int64)])
         # Cumulative numbers of items of the samples; None: a sample is an item.
-        self._ends: np.ndarray | None = None
+        self._item_ends: np.ndarray | None = None
         if parts is not None:
             # A bad annotation counts as one item, so that evaluations count it as skipped.
             counts = [
@@ -395,10 +397,10 @@ class Items:
                 for index in self.indices
                 for annotation in index.annotations()
             ]
-            self._ends = np.cumsum(counts, dtype=np.int64)
-        total = int(self._first[-1])
-        if total and self._ends is not None:
-            total = int(self._ends[-1])
+            self._item_ends = np.cumsum(counts, dtype=np.int64)
+        total = int(self._first_samples[-1])
+        if total and self._item_ends is not None:
+            total = int(self._item_ends[-1])
         if not total:
             raise ConfigError(
                 f"{', '.join(self.folders)}: there is nothing to read in these shards"
@@ -418,8 +420,8 @@ class Items:
         if not 0 <= number < self._length:
             raise IndexError(f"there are {self._length} items, none at {number}")
         sample, part = number, 0
-        if self._ends is not None:
-            sample = int(np.searchsorted(self._ends, number, side="right"))
-            part = number - (int(self._ends[sample - 1]) if sample else 0)
-        position = int(np.searchsorted(self._first, sample, side="right")) - 1
-        return *self._shards[position], sample - int(self._first[position]), part
+        if self._item_ends is not None:
+            sample = int(np.searchsorted(self._item_ends, number, side="right"))
+            part = number - (int(self._item_ends[sample - 1]) if sample else 0)
+        position = int(np.searchsorted(self._first_samples, sample, side="right")) - 1
+        return *self._shards[position], sample - int(self._first_samples[position]), part

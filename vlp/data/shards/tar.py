@@ -18,7 +18,7 @@ from vlp.data.limits import MAX_MEMBERS, MAX_UNPACKED_RATIO
 BLOCK = tarfile.BLOCKSIZE
 
 # Bytes of the headers of one file, with a long name and attributes (icons on some systems). Larger
-# attributes are passed over before memory is allocated.
+# headers are skipped before memory is allocated.
 _MAX_HEADERS = 2**20
 
 _MAX_CONTENT = 2**28  # bytes of a file that is read into memory
@@ -59,14 +59,14 @@ def read_files(
         with tarfile.open(file) as archive:
             for number, info in enumerate(_headers(archive)):
                 name = PurePosixPath(escape_name(info.name))
-                read = info.isreg() and select(name)
-                if read and info.size > _MAX_CONTENT:
+                is_selected = info.isreg() and select(name)
+                if is_selected and info.size > _MAX_CONTENT:
                     raise tarfile.ReadError(f"{name} is said to hold {info.size} bytes")
                 if number == MAX_MEMBERS or archive.offset > limit:
                     raise tarfile.ReadError(
                         f"more than {MAX_MEMBERS} files, or {MAX_UNPACKED_RATIO} times its size"
                     )
-                if read:
+                if is_selected:
                     content = archive.extractfile(info)
                     assert content is not None  # None only for non-files
                     yield name, content.read()
@@ -117,9 +117,10 @@ def members_in(
                 # Links could point anywhere; devices and sparse files hold no image.
                 if not info.isreg() or info.issparse():
                     continue
-                # The header with the whole of a long name, or one beyond ASCII, was passed over.
-                cut = len(info.name) >= tarfile.LENGTH_NAME or "?" in info.name or not info.name
-                if headers.is_incomplete and cut:
+                # If the skipped header held the full name, tarfile's name is cut, has "?" in place
+                # of non-ASCII characters, or is empty.
+                is_cut = len(info.name) >= tarfile.LENGTH_NAME or "?" in info.name or not info.name
+                if headers.is_incomplete and is_cut:
                     continue
                 name = escape_name(info.name)
                 if info.offset_data + info.size > size:
@@ -128,7 +129,7 @@ def members_in(
             end = archive.offset
     except OSError:
         raise
-    except RecursionError:  # with a fixed reason, as its message depends on the stack
+    except RecursionError:  # its own message depends on the stack
         return members, "not a readable tar from here on (headers nested too deeply)"
     except Exception as error:  # damaged fields fail in a dozen ways
         return members, f"not a readable tar from here on ({error})"
@@ -145,7 +146,7 @@ class _HeaderReader:
 
     def next_member(self) -> None:
         self._left = _MAX_HEADERS
-        self.is_incomplete = False  # a header of the member was passed over
+        self.is_incomplete = False  # True after a header of the member was skipped
 
     def read(self, size: int) -> bytes:
         if size > max(self._left, BLOCK):

@@ -38,10 +38,7 @@ from vlp.signals import STOP_SIGNALS, end_with_parent
 
 
 def worker_settings(workers: int, prefetch: int) -> dict[str, Any]:
-    """Return DataLoader arguments for workers that ignore signals.
-
-    Each prefetches `prefetch` batches.
-    """
+    """Return DataLoader arguments; workers ignore signals and prefetch `prefetch` batches each."""
     if not workers:
         return {"num_workers": 0}
     return {
@@ -417,10 +414,13 @@ class IndexedSamples(Dataset[Any]):
             return SkippedSample(bad.kind, bad.where)
 
 
+Collate = Callable[[list[Any], tuple[SkippedSample, ...]], RankBatch]  # (good, bad samples)
+
+
 def indexed_data(
     count: int,
     read: Callable[[int, RngFactory], Any],
-    collate: Callable[[list[Any], tuple[SkippedSample, ...]], RankBatch],
+    collate: Collate,
     config: MapDatasetConfig,
     batch: int,
     seed: int,
@@ -434,21 +434,13 @@ def indexed_data(
     return OrderedData(
         sampler,
         IndexedSamples(read, seed),
-        _Collate(collate),
+        partial(_collate, collate),
         batch,
         config.workers,
         config.max_skipped_share,
     )
 
 
-class _Collate:
-    """Collation with good and bad samples separated; a class, as workers pickle it."""
-
-    def __init__(
-        self, collate: Callable[[list[Any], tuple[SkippedSample, ...]], RankBatch]
-    ) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> RankBatch:
-        good = [s for s in samples if s is not None and not isinstance(s, SkippedSample)]
-        return self._collate(good, tuple(s for s in samples if isinstance(s, SkippedSample)))
+def _collate(collate: Collate, samples: list[Any]) -> RankBatch:
+    good = [s for s in samples if s is not None and not isinstance(s, SkippedSample)]
+    return collate(good, tuple(s for s in samples if isinstance(s, SkippedSample)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COLOURS = {  # with other colours that nobody confuses with the first
+COLOURS = {  # colour -> colours that nobody confuses with it
     "red": ("blue", "green", "yellow", "black", "white"),
     "blue": ("red", "yellow", "orange", "white", "pink"),
     "green": ("red", "orange", "white", "pink", "purple"),
@@ -18,10 +18,11 @@ COLOURS = {  # with other colours that nobody confuses with the first
     "tan": ("black", "blue", "green"),
 }
 
-OF_ANIMALS = frozenset({"black", "white", "brown"})  # colours
+ANIMAL_COLOURS = frozenset({"black", "white", "brown"})
 
 NUMBERS = ("two", "three", "four", "five", "six")
 
+# Nouns of people and animals; nouns with a common letter may name the same being.
 BEINGS = {
     noun: beings
     for beings, nouns in {
@@ -43,9 +44,8 @@ BEINGS = {
     }.items()
     for noun in nouns.split()
 }
-"""Nouns of people and animals; two with a common letter may name the same being."""
 
-PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}  # and beings they exclude
+PRONOUNS = {"he|his|him|himself": "wg", "she|hers?|herself": "mb"}  # pronouns -> excluded beings
 
 PLURALS = {  # irregular
     "man": "men",
@@ -130,8 +130,7 @@ SMALL_WORDS = (  # words that end a noun phrase
     "down|off|out|inside|outside|beside|between|around|along|across|toward|towards|against"
 )
 
-SEVERAL = (
+SEVERAL = (  # words that imply more than one being
     "two|three|four|five|six|several|many|some|group|crowd|team|couple|pair|both|each|another|"
     "other|others|people|all|few|they|their|them|and"
 )
-"""Words that tell of more than one being."""

@@ -151,15 +151,15 @@ def _left_right(caption: str, all_captions: str) -> Iterator[list[Edit]]:
 def _disagrees(caption: str, beings: Sequence[str]) -> bool:
     """Return whether a pronoun of the caption excludes one of the beings."""
     return any(
-        set(being) <= set(others) and _mentions(caption.lower(), pronouns)
-        for pronouns, others in words.PRONOUNS.items()
+        set(being) <= set(excluded) and _mentions(caption.lower(), pronouns)
+        for pronouns, excluded in words.PRONOUNS.items()
         for being in beings
     )
 
 
 def _is_plausible(caption: str, end: int, colour: str) -> bool:
     """Return whether the noun after `end` may have the colour: animals have few colours."""
-    return colour in words.OF_ANIMALS or _ANIMAL.match(caption, end) is None
+    return colour in words.ANIMAL_COLOURS or _ANIMAL.match(caption, end) is None
 
 
 def _mentions(text: str, choice: str) -> bool:

@@ -45,7 +45,7 @@ class TextProcessor:
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self._names = _special_names(vocabulary)
         self.max_tokens = max_tokens
-        # Of [PAD], [UNK], [CLS], [SEP], [MASK], which MLM never draws as random tokens.
+        # Ids of [PAD], [UNK], [CLS], [SEP], [MASK], which MLM never draws as random tokens.
         self.special_ids: tuple[int, ...] = tuple(vocabulary[name] for name in self._names.values())
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = self.special_ids
         # Rows of an embedding table. Stored, as `Tokenizer.get_vocab` copies the whole vocabulary.
@@ -86,12 +86,11 @@ class TextProcessor:
             else self._tokenizer.encode_batch(texts)
         )
         shape = len(texts), self.max_tokens  # explicit, as there may be no texts
-        ids = np.array([encoding.ids for encoding in encodings], dtype=np.int64).reshape(shape)
-        attention = np.array(
-            [encoding.attention_mask for encoding in encodings], dtype=np.bool_
-        ).reshape(shape)
-        words = attention & self._is_word[ids]
-        return TextTokens(*map(torch.from_numpy, (ids, attention, words)))
+        text_ids = np.array([encoding.ids for encoding in encodings], np.int64).reshape(shape)
+        masks = [encoding.attention_mask for encoding in encodings]
+        attention_mask = np.array(masks, np.bool_).reshape(shape)
+        word_mask = attention_mask & self._is_word[text_ids]
+        return TextTokens(*map(torch.from_numpy, (text_ids, attention_mask, word_mask)))
 
     def count_truncated(self, texts: Sequence[str]) -> int:
         """Count the texts of more than `max_tokens` tokens."""
@@ -99,7 +98,7 @@ class TextProcessor:
         return sum(len(encoding.ids) > self.max_tokens for encoding in encodings)
 
     def pieces(self, text: str) -> list[str]:
-        """Return the word pieces of a caption's ids: cut, with [CLS] and [SEP], without padding."""
+        """Return the tokens of a caption's ids without padding: [CLS], word pieces, [SEP]."""
         encoding = self._tokenizer.encode(text)
         return encoding.tokens[: sum(encoding.attention_mask)]
 
@@ -107,7 +106,7 @@ class TextProcessor:
         """Return the part of a text that `max_tokens` covers, with [UNK] for unknown words."""
         encoding, parts, last = self._tokenizer.encode(text), [], 0
         for token, (start, end) in zip(encoding.ids, encoding.offsets):
-            # Special tokens are empty, and several pieces of one character have the same offsets.
+            # Special tokens have no text, and several pieces of one character the same offsets.
             if end > last:
                 word = text[start:end]
                 # Unknown punctuation stays: it does not count in comparisons of captions.

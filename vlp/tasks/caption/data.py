@@ -63,7 +63,7 @@ class CaptionBatch(NamedTuple):
 
 
 class CaptionDataset(DownstreamDataset[CaptionExample, CaptionBatch]):
-    """Images of shard folders; with `captions_in` as the number of parts, an item per caption."""
+    """Images of shard folders; an item is a caption if `captions_in` counts the items' parts."""
 
     def __init__(
         self,

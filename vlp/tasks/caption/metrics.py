@@ -111,14 +111,14 @@ def _meteor(
 def _english_java() -> Iterator[None]:
     # Other locales write "0,5" and lower the case differently.
     name, options = "_JAVA_OPTIONS", "-Duser.language=en -Duser.country=US -Dfile.encoding=UTF-8"
-    before = os.environ.get(name)
-    os.environ[name] = f"{before or ''} {options}".strip()
+    previous = os.environ.get(name)
+    os.environ[name] = f"{previous or ''} {options}".strip()
     try:
         yield
     finally:
         os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+        if previous is not None:
+            os.environ[name] = previous
 
 
 def _tokenise(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> dict[int, list[str]]:
@@ -141,8 +141,8 @@ def _tokenise(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> di
 
 @contextmanager
 def _writable_folder(module: Any) -> Iterator[None]:
-    # PTB tokeniser and SPICE write into their package's folder, which may be read-only; then they
-    # are pointed to a temporary folder with links to its files.
+    # PTB tokeniser and SPICE write into their package's folder. If it is read-only, let them use a
+    # temporary folder with links to its files.
     file = Path(module.__file__)
     if os.access(file.parent, os.W_OK):
         yield

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config, ConfigError
-from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
+from vlp.data.config import CropScale, NormalisationConfig
 from vlp.data.image.transforms import Preprocessing, random_crop
 from vlp.data.labelled_images import LabelledImages, draw_subset
 from vlp.data.shards.sample_files import SkippedSample
@@ -37,18 +37,10 @@ class ImageAugmentConfig(Config):
     erasing: float = Field(0.0, ge=0, le=1, description="probability of random erasing")
 
 
-class LabelledDataConfig(LabelledImagesConfig):
+class LabelledDataConfig(NormalisationConfig, LabelledImagesConfig):
     """Labelled images, their preprocessing and augmentation."""
 
     image_size: int = Field(224, ge=1, description="side of the images in pixels")
-    mean: ChannelMeans = Field(
-        (0.485, 0.456, 0.406),
-        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
-    )
-    std: ChannelDeviations = Field(
-        (0.229, 0.224, 0.225),
-        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
-    )
     augment: ImageAugmentConfig = Field(
         ImageAugmentConfig(), description="augmentation of training images"
     )
@@ -144,15 +136,15 @@ def _collate(
 @contextmanager
 def _seed_global_generators(rng: np.random.Generator) -> Iterator[None]:
     # timm's policies draw from the global generators.
-    before = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     seed = int(rng.integers(2**32))
     random.seed(seed)
     np.random.seed(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _erase(pixels: Tensor, rng: np.random.Generator) -> None:

@@ -113,8 +113,7 @@ class Classification(VisionTask):
         rng = make_rng(self.seed, step, 0, "mix")
         is_cutmix = bool(cutmix) and (not mixup or rng.random() < 0.5)
         alpha = cutmix if is_cutmix else mixup
-        # Of the row itself; its partner has the rest.
-        share = float(rng.beta(alpha, alpha))
+        share = float(rng.beta(alpha, alpha))  # of the row itself; its partner has 1 - share
         if is_cutmix:
             height, width = pixels.shape[-2:]
             rows, columns = (round(side * (1 - share) ** 0.5) for side in (height, width))

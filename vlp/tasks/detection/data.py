@@ -29,7 +29,7 @@ from torch import Tensor
 
 from vlp.config import Config, ConfigError
 from vlp.data.boxes import Corners, clip_box, relative_corners, turn_of
-from vlp.data.config import ChannelDeviations, ChannelMeans, CropScale
+from vlp.data.config import CropScale, NormalisationConfig
 from vlp.data.file_names import FileNames
 from vlp.data.image.decode import decode_image, decoder_errors, open_image, orientation
 from vlp.data.image.transforms import Preprocessing
@@ -37,7 +37,7 @@ from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, RngFactory
 from vlp.io import parse_json
 from vlp.scenes.graph import SHAPES
 from vlp.scenes.render import render
@@ -237,9 +237,9 @@ class CocoImages:
             objects = [(row, corners) for row, corners in clipped if corners is not None]
         boxes = np.array([corners for _, corners in objects], dtype=np.float64).reshape(-1, 4)
         if turn != 1:
-            upright = size[1], size[0]
-            upright_boxes = [relative_corners(corners, size, turn) for _, corners in objects]
-            size, boxes = upright, np.array(upright_boxes).reshape(-1, 4) * (upright * 2)
+            relative = [relative_corners(corners, size, turn) for _, corners in objects]
+            size = size[1], size[0]
+            boxes = np.array(relative).reshape(-1, 4) * np.array([*size, *size])
         return ObjectImage(
             image,
             size[0],
@@ -328,7 +328,7 @@ class _ImageFiles:
         else:
             files = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
             paths = FileNames({str(file.relative_to(root)): str(file) for file in files})
-        # `ambiguous` has the files of several names among all names looked up so far.
+        # Look up all names, so that `ambiguous` does not depend on the order of reading.
         for name in self._file_names:
             paths.find(name)
         return paths
@@ -351,7 +351,6 @@ def _area(annotation: _Object, corners: Corners) -> float:
 
 
 def _summary(faults: Mapping[str, Sequence[str]]) -> str:
-    """Return the number and the first case of each kind of fault."""
     return "; ".join(f"{len(cases)} {kind}: {cases[0]}" for kind, cases in faults.items())
 
 
@@ -376,9 +375,9 @@ def _rows(
     row_class: type[AnyRow],
     faults: dict[str, list[str]],
 ) -> list[AnyRow]:
-    """Return the valid rows of a list and add the others to `faults`; one must be valid.
+    """Return the valid rows of a list and add the others to `faults`.
 
-    An optional field that is invalid costs itself, not its row, and is a fault, too.
+    Invalid optional fields are dropped and are faults, too. ConfigError if all rows are invalid.
     """
     rows, invalid = [], []
     optional = {name for name, field in row_class.model_fields.items() if not field.is_required()}
@@ -405,7 +404,7 @@ def _rows(
 def _drop_unused(
     categories: Sequence[_Category], annotations: Sequence[_Object]
 ) -> list[_Category]:
-    """Sort categories by id, without categories that have a used category's name and no objects."""
+    """Return categories by id, without unused ones (no objects) with a used category's name."""
     # Roboflow adds a root category, without objects, that may have the name of a class.
     used_ids = {annotation.category_id for annotation in annotations}
     used_names = {row.name for row in categories if row.id in used_ids}
@@ -422,7 +421,7 @@ def _require_unique(file: Path, fault: str, values: Sequence[Any]) -> None:
 DETR_SIZES = tuple(range(480, 801, 32))
 
 
-class DetectionDataConfig(MapDatasetConfig):
+class DetectionDataConfig(NormalisationConfig, MapDatasetConfig):
     """Images with boxes, and the sizes to which they are resized, by default DETR's.
 
     The aspect ratio stays, up to rounding to multiples of `multiple`. Scenes are rendered at the
@@ -446,14 +445,6 @@ class DetectionDataConfig(MapDatasetConfig):
     crop_sides: CropScale = Field(
         (0.64, 1.0),
         description="least and largest share of each side that a crop keeps; DETR: 384 to 600 px",
-    )
-    mean: ChannelMeans = Field(
-        (0.485, 0.456, 0.406),
-        description="per channel (R, G, B), of levels in [0, 1]; it is subtracted",
-    )
-    std: ChannelDeviations = Field(
-        (0.229, 0.224, 0.225),
-        description="per channel (R, G, B), of levels in [0, 1]; the rest is divided by it",
     )
 
     @property
@@ -579,21 +570,14 @@ class DetectionSamples:
         )
 
 
-def detection_data(
-    images: ObjectImages, config: DetectionDataConfig, max_objects: int, batch: int, seed: int
-) -> OrderedData:
-    """Return the training batches of `images`, which were opened from `config.train`."""
-    samples = DetectionSamples(images, config, max_objects)
-    return indexed_data(len(images), samples, _collate, config, batch, seed)
-
-
 def evaluation_pixels(sample: ObjectImage, size: int, config: DetectionDataConfig) -> Tensor:
     """Prepare an image for evaluation, its shorter side `size`: (3, height, width) float32."""
     image = _resize(sample.image, size, config)
     return Preprocessing(size, config.mean, config.std).normalise(image)
 
 
-def _collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
+def collate(samples: list[DetectionSample], skipped: tuple[SkippedSample, ...]) -> DetectionBatch:
+    """Return a batch of good samples, which may be none, and of skipped ones."""
     return DetectionBatch(
         tuple(sample.pixels for sample in samples),
         tuple(sample.boxes for sample in samples),

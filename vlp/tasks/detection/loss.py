@@ -65,8 +65,8 @@ def match(costs: Sequence[Tensor]) -> list[NDArray[np.int64]]:
     return assignments
 
 
-# Weight of a matched query in the class term; 'no object' has a part of it. Integers, as the count
-# of a `Loss` is one.
+# Weight of a matched query in the class term; 'no object' has a part of it. Weights are integers,
+# as the count of a `Loss` is an integer.
 _MATCHED_WEIGHT = 1000
 
 
@@ -77,9 +77,9 @@ class SetLosses(NamedTuple):
     l1: Loss
     giou: Loss
     # Number of matched queries with the right class, 0-d.
-    right: Tensor
+    num_correct: Tensor
     # Number of matched queries, 0-d.
-    matched: Tensor
+    num_matched: Tensor
 
 
 def set_losses(

@@ -20,6 +20,7 @@ from vlp.layers.attention import Attention
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
+from vlp.precision import at_least_float32
 
 Norm = Literal["frozen", "batch", "group"]
 
@@ -74,10 +75,10 @@ class ResNet(nn.Module):
         self.body = freeze_batch_norm_2d(body) if config.norm == "frozen" else body
         self.channels: int = body.feature_info.channels()[0]
         self.stride: int = body.feature_info.reduction()[0]
-        trained = tuple(f"layer{stage}." for stage in range(config.frozen_stages + 1, 5))
         if config.frozen_stages:
+            trainable = tuple(f"layer{stage}." for stage in range(config.frozen_stages + 1, 5))
             for name, parameter in self.body.named_parameters():
-                parameter.requires_grad_(name.startswith(trained))
+                parameter.requires_grad_(name.startswith(trainable))
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return the rows and columns of the features of an image with these sides."""
@@ -85,8 +86,7 @@ class ResNet(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return the features of the configured stage."""
-        features: Tensor = self.body(pixels)[0]
-        return features
+        return self.body(pixels)[0]
 
 
 def _group_norm(channels: int, **options: Any) -> GroupNorm:
@@ -180,11 +180,11 @@ class Detr(nn.Module):
             for position in config.positions
             if on_tokens(position)
         )
-        layers = [
+        encodings_by_layer = [
             attention_encodings(config.positions, width, config.heads, grid)
             for _ in range(config.encoder_layers)
         ]
-        self.encoder = nn.ModuleList(DetrEncoderLayer(config, positions) for positions in layers)
+        self.encoder = nn.ModuleList(DetrEncoderLayer(config, e) for e in encodings_by_layer)
         self.decoder = nn.ModuleList(DetrDecoderLayer(config) for _ in range(config.decoder_layers))
         self.decoder_norm = nn.LayerNorm(width)
         self.queries = nn.Embedding(config.queries, width)
@@ -201,13 +201,14 @@ class Detr(nn.Module):
         # A batch per image size needs no padding: position encodings see the real grid, and a
         # result does not depend on the other images. Under ZeRO-3, which gathers weights in every
         # call, all ranks must have the same number of sizes.
-        groups: dict[torch.Size, list[int]] = defaultdict(list)
+        numbers_by_shape: dict[torch.Size, list[int]] = defaultdict(list)
         for number, image in enumerate(images):
-            groups[image.shape].append(number)
-        parts = [self.detect(torch.stack([images[n] for n in rows])) for rows in groups.values()]
-        order = torch.tensor([number for rows in groups.values() for number in rows]).argsort()
-        return Detections(*(torch.cat(fields, 1)[:, order.to(fields[0].device)]
-                            for fields in zip(*parts)))  # fmt: skip
+            numbers_by_shape[image.shape].append(number)
+        groups = list(numbers_by_shape.values())
+        parts = [self.detect(torch.stack([images[n] for n in numbers])) for numbers in groups]
+        logits, boxes = (torch.cat(fields, 1) for fields in zip(*parts))
+        order = torch.tensor([n for numbers in groups for n in numbers]).argsort().to(logits.device)
+        return Detections(logits[:, order], boxes[:, order])
 
     def detect(self, pixels: Tensor) -> Detections:
         """Detect objects in images of one size (B, 3, height, width)."""
@@ -218,25 +219,29 @@ class Detr(nn.Module):
         # A call of the embedding, not its weight, so that ZeRO-3 gathers the weight.
         indices = torch.arange(self.queries.num_embeddings, device=memory.device)
         query_position = partial(_add, self.queries(indices))
-        states = []
+        states_by_layer = []
         for layer in self.decoder:
             target = layer(target, memory, query_position, key_position)
-            states.append(self.decoder_norm(target))
-        out = torch.stack(states)
-        logits, boxes = self.classify(out), self.locate(out)
+            states_by_layer.append(self.decoder_norm(target))
+        states = torch.stack(states_by_layer)
+        logits, boxes = self.classify(states), self.locate(states)
         # In half precision, boxes on an image of 1,000 pixels would have steps of 4 pixels.
-        exact = torch.promote_types(boxes.dtype, torch.float32)
-        return Detections(logits.to(exact), boxes.to(exact).sigmoid())
+        return Detections(at_least_float32(logits), at_least_float32(boxes).sigmoid())
 
     def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, AddPosition]:
-        """Encode a grid's tokens (B, T, width) -> memory (B, T, width), and its keys' encoding."""
-        add: AddPosition = partial(self._add_positions, context=context)
+        """Encode a grid's tokens (B, T, width) -> memory (B, T, width).
+
+        Also return the function that adds positions to the memory as keys of the decoder.
+        """
+        position: AddPosition = partial(self._add_positions, context=context)
         if self.place == "input":
-            tokens, add = add(tokens), no_position
-        layer_context = QueryKeyContext(context.grid, query_position=add, key_position=add)
+            tokens, position = position(tokens), no_position
+        layer_context = QueryKeyContext(
+            context.grid, query_position=position, key_position=position
+        )
         for layer in self.encoder:
             tokens = layer(tokens, layer_context)
-        return tokens, add
+        return tokens, position
 
     def require_grid(self, height: int, width: int) -> None:
         """Require that the encodings support an image with these sides; ValueError if not."""
@@ -244,8 +249,8 @@ class Detr(nn.Module):
         like = self.project.weight
         tokens = like.new_zeros(1, rows * columns, like.shape[0])
         with torch.no_grad():
-            _, add = self.encode(tokens, PositionContext((rows, columns)))
-            add(tokens)
+            _, key_position = self.encode(tokens, PositionContext((rows, columns)))
+            key_position(tokens)
 
     def _add_positions(self, tokens: Tensor, context: PositionContext) -> Tensor:
         for encoding in self.positions:
@@ -288,15 +293,15 @@ class DetrDecoderLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, target: Tensor, memory: Tensor, query: AddPosition, key: AddPosition
+        self, target: Tensor, memory: Tensor, query_position: AddPosition, key_position: AddPosition
     ) -> Tensor:
         """Decode target (B, queries, width) with memory (B, T, width) -> (B, queries, width)."""
-        self_context = QueryKeyContext(query_position=query, key_position=query)
-        attended = self.attention(target, context=self_context)
-        target = self.attention_norm(target + self.dropout(attended))
-        cross_context = QueryKeyContext(query_position=query, key_position=key)
-        crossed = self.cross_attention(target, memory, context=cross_context)
-        target = self.cross_norm(target + self.dropout(crossed))
+        context = QueryKeyContext(query_position=query_position, key_position=query_position)
+        output = self.attention(target, context=context)
+        target = self.attention_norm(target + self.dropout(output))
+        context = QueryKeyContext(query_position=query_position, key_position=key_position)
+        output = self.cross_attention(target, memory, context=context)
+        target = self.cross_norm(target + self.dropout(output))
         return self.feed_forward_norm(target + self.dropout(self.feed_forward(target)))
 
 

@@ -9,13 +9,14 @@ import torch
 from pydantic import Field
 
 from vlp.config import Config, ConfigError
-from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.loader import OrderedData, indexed_data
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision
 from vlp.tasks.detection.data import (
     DetectionBatch,
     DetectionDataConfig,
-    detection_data,
+    DetectionSamples,
+    collate,
     fit_size,
     open_objects,
 )
@@ -62,7 +63,7 @@ class DetectionTask(VisionTask):
         self.model = Detr(config.model, len(self.classes), config.data.largest_side)
 
     def forward(self, batch: DetectionBatch, step: int) -> StepOutput:
-        """Compute the last decoder layer's losses, and the others' summed as `auxiliary_...`."""
+        """Compute the last decoder layer's losses, and sums over other layers: `auxiliary_...`."""
         # Without a good image, a blank one, whose outputs are dropped, runs the model on this rank.
         side, device = self.config.data.multiple, self.model.project.weight.device
         pixels = batch.pixels or (torch.zeros(3, side, side, device=device),)
@@ -83,8 +84,8 @@ class DetectionTask(VisionTask):
             losses,
             scales,
             {
-                "right_class": last.right / last.matched.clamp(min=1),
-                "overlap": 1 - last.giou.total.detach() / last.matched.clamp(min=1),
+                "right_class": last.num_correct / last.num_matched.clamp(min=1),
+                "overlap": 1 - last.giou.total.detach() / last.num_matched.clamp(min=1),
             },
         )
 
@@ -110,7 +111,8 @@ def build(
     task = DetectionTask(config, images.classes, precision)
     for size in dict.fromkeys((min(data.sizes), max(data.sizes), *data.evaluation_sizes)):
         _require_size(task.model, data, size)
-    return task, detection_data(images, data, config.model.queries, batch, seed)
+    samples = DetectionSamples(images, data, config.model.queries)
+    return task, indexed_data(len(images), samples, collate, data, batch, seed)
 
 
 def _losses_by_name(layers: list[SetLosses]) -> dict[str, Loss]:

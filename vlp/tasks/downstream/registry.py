@@ -112,5 +112,4 @@ def task_module(kind: str) -> str:
 
 @cache
 def _entry_points() -> dict[str, str]:
-    """Return the modules of installed packages by kind of task."""
     return {point.name: point.module for point in entry_points(group=ENTRY_POINTS)}

@@ -281,10 +281,7 @@ class WritingTask(Downstream):
         self.decoder = AnswerDecoder(config, parts.model.config, head)
 
     def init_decoder(self, parts: Loaded) -> None:
-        """Copy the folder's decoder if it fits; else start its layers as configured.
-
-        The decoder's head then starts from the folder's MLM head.
-        """
+        """Copy the folder's decoder if it fits; else start its layers and head as configured."""
         if self.load_head(parts):
             return
         decoder = self.decoder

@@ -30,7 +30,7 @@ class GridPair(NamedTuple):
 
 
 class ArcTask(NamedTuple):
-    """A task's pairs: `train` shows its rule, `test` asks for it."""
+    """A task's pairs: `train` pairs are examples of its rule, `test` pairs are to be solved."""
 
     name: str
     train: tuple[GridPair, ...]
@@ -124,7 +124,7 @@ TURNS: dict[str, Callable[[Grid], Grid]] = {
 
 Colour = Annotated[int, Field(ge=0, lt=COLOURS)]
 
-# One variant in five is held out for evaluation.
+# A fifth of the variants is held out for evaluation.
 _HELD_OUT_OF = 5
 _TRIES = 200
 
@@ -203,7 +203,7 @@ def held_out_variants(
 
 
 def orbit(grid: Grid, symmetry: Symmetry) -> tuple[tuple[int, int], bytes]:
-    """Return a key that two grids share exactly if they are variants of each other."""
+    """Return a key that two grids share if and only if they are variants of each other."""
     colours = set(symmetry.colours)
     keys = []
     for turn in symmetry.turns:
@@ -319,7 +319,6 @@ def _loops(rng: np.random.Generator, side: int) -> Grid:
 
 
 def _exchange(first: int, second: int) -> Callable[[Grid], Grid]:
-    """Return a function that exchanges two colours."""
     table = np.arange(COLOURS)
     table[[first, second]] = second, first
     return lambda grid: table[grid]
@@ -340,7 +339,6 @@ def _recolour_large(grid: Grid) -> Grid:
 
 
 def _crop(grid: Grid) -> Grid:
-    """Crop a grid to the bounding box of the cells that are not black."""
     (box,) = ndimage.find_objects((grid != 0).astype(np.int64))
     return grid[box]
 

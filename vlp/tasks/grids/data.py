@@ -33,7 +33,7 @@ from vlp.tasks.grids.arc import (
 # Tokens of a template: colours, the border to the right of and below a grid, and padding.
 RIGHT, BELOW, CORNER, PADDING = range(COLOURS, COLOURS + 4)
 TOKENS = COLOURS + 4
-# Draws of a pair that is no test input. Small tasks draw test inputs often.
+# Draws of a pair until it is no variant of a test input, as small tasks draw these often.
 _TRIES = 100
 
 

@@ -28,21 +28,21 @@ class TextLabels(NamedTuple):
     """Text field of a benchmark's annotations, and its labels."""
 
     # Name of the annotation's field with the text.
-    text: str
+    field: str
     # Value of the annotation's `label` -> class.
     labels: Mapping[str | bool, int]
 
     def read(self, annotation: Annotation, where: str) -> tuple[str, int | None]:
-        """Return text and class, which is None without a label, as in a test set.
+        """Return text and class; the class is None without a label, as in a test set.
 
         Raises BadSample without a text, and for an unknown label.
         """
-        text, label = getattr(annotation, self.text), annotation.label
+        text, label = getattr(annotation, self.field), annotation.label
         if not (text and text.strip()):
-            raise BadSample("no text", f"{where}: it has no `{self.text}`")
+            raise BadSample("no text", f"{where}: it has no `{self.field}`")
         if label is not None and label not in self.labels:
             names = ", ".join(dict.fromkeys(map(str, self.labels)))
-            raise BadSample("unknown label", f"{where}: label {label!r} is none of {names}")
+            raise BadSample("unknown label", f"{where}: label {label!r} is not one of {names}")
         return text, None if label is None else self.labels[label]
 
 
@@ -128,24 +128,22 @@ class PairDataset(DownstreamDataset[PairExample, PairBatch]):
     ) -> PairBatch:
         """Stack examples; `valid` is (B,) bool."""
         labels = [-1 if example.label is None else example.label for example in examples]
-        tokens = [example.tokens for example in examples]
-        ids, attention, words = (torch.cat(rows) for rows in zip(*tokens))
+        tokens = TextTokens(*map(torch.cat, zip(*(example.tokens for example in examples))))
         pixels = torch.stack([example.pixels for example in examples])
-        return PairBatch(pixels, ids, attention, words, torch.tensor(labels), valid, skipped)
+        return PairBatch(pixels, *tokens, torch.tensor(labels), valid, skipped)
 
 
 FIRST, SECOND, NEITHER = range(3)
-_UNUSED = TextLabels("caption", {})
 
 
 class AssignmentDataset(PairDataset):
     """Captions with two images; FIRST, SECOND or NEITHER of them is the caption's image."""
 
     def __init__(self, items: Items, text: TextProcessor, prepare: ImagePreparation) -> None:
-        super().__init__(items, _UNUSED, 2, 1, text, prepare)
+        super().__init__(items, TextLabels("caption", {}), 2, 1, text, prepare)
 
     def make(self, item: Item, number: int, rng_for: RngFactory | None = None) -> PairExample:
-        """Make an example of a caption of `item`; class and other images are drawn."""
+        """Draw a caption of `item`, a class, and other images to match; raises BadSample."""
         rng = rng_for("assignment") if rng_for else make_rng(0, 0, number, "assignment")
         captions = captions_of(item.raw.annotation)
         if not captions:
@@ -155,9 +153,8 @@ class AssignmentDataset(PairDataset):
         others: list[Item] = []
         for _ in range(2 if label == NEITHER else 1):
             others.append(self._draw_other([item, *others], text, rng))
-        # With NEITHER, two others come before `item`, which is cut off.
-        pair = [item, *others] if label == FIRST else [*others, item][:2]
-        images = [decode_images(shown.raw, 1)[0] for shown in pair]
+        pairs = {FIRST: [item, *others], SECOND: [*others, item], NEITHER: others}
+        images = [decode_images(image_item.raw, 1)[0] for image_item in pairs[label]]
         pixels = self.prepare(images, text, number, rng_for)
         return PairExample(pixels, text, self.text([text]), label)
 
@@ -177,5 +174,5 @@ class AssignmentDataset(PairDataset):
 
 
 def _image_names(item: Item) -> tuple[str, str]:
-    """Return the annotated name of an image, and its hash: images with either in common are one."""
+    """Return the annotated name of an image and its hash; equal images share at least one."""
     return item.raw.image_name, item.raw.image_digest

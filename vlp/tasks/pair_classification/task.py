@@ -1,7 +1,8 @@
 """Pair classification of a text and one or several images: SNLI-VE and NLVR2.
 
 A two-layer perceptron reads the text stream's [CLS] (ACE-RPE, section 4.2, after UNITER). Several
-images enter one pass; each has a learned tag, added to its tokens, and anchor paths of its own.
+images enter one pass, each with a learned embedding added to its tokens (`tags`, ViLT's image-type
+embedding), and its own anchor paths.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Nlvr2AssignmentConfig(PairClassificationConfig):
 
     kind: Literal["nlvr2_assignment"] = Field("nlvr2_assignment", description="selects this class")
 
-    # The image that the caption belongs to.
+    # Position of the caption's image in the pair.
     classes: ClassVar = ("first", "second", "neither")
 
     @property
@@ -118,8 +119,8 @@ class PairClassification(Distilled):
         if isinstance(self.config, Nlvr2AssignmentConfig):
             return AssignmentDataset(items, self.text, self.prepare)
         if isinstance(self.config, Nlvr2Config):
-            counts = self.config.images, self.config.panels
-            return PairDataset(items, NLVR2_LABELS, *counts, self.text, self.prepare)
+            images, panels = self.config.images, self.config.panels
+            return PairDataset(items, NLVR2_LABELS, images, panels, self.text, self.prepare)
         return PairDataset(items, SNLI_VE_LABELS, 1, 1, self.text, self.prepare)
 
     def logits(self, batch: PairBatch) -> Tensor:
@@ -131,8 +132,7 @@ class PairClassification(Distilled):
             if len(images) == 1
             else self.model.cross_multi_image(images, text, self.tags)
         )
-        logits: Tensor = self.head(features.text[:, 0])
-        return logits
+        return self.head(features.text[:, 0])
 
     def forward(self, batch: PairBatch, step: int) -> StepOutput:
         """Compute the loss in nats per sample, and the accuracy."""

@@ -41,10 +41,10 @@ class PixelBatch(NamedTuple):
 
 
 def pixel_values(image: Image.Image, size: int, where: str) -> Tensor:
-    """Return the pixels of an image's largest central square: (size, size, 3) uint8.
+    """Return the largest central square of an image, reduced to (size, size, 3) uint8.
 
-    A larger square is reduced by box filtering, as ImageNet-64 was. Raises BadSample for a smaller
-    one; `where` is the image's location for the message.
+    Box filtering, as in ImageNet-64. Raises BadSample for an image smaller than `size`; `where` is
+    its location for the message.
     """
     side = min(image.size)
     if side < size:

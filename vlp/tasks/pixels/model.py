@@ -100,7 +100,7 @@ class PixelModelConfig(Config):
     )
 
 
-class PixelPlaces(nn.Module):
+class PixelPosition(nn.Module):
     """Position encoding of the value that each token predicts (Li et al., section 4.1).
 
     The last `channel_width` channels encode red, green or blue, the others the pixel: the paper
@@ -179,7 +179,7 @@ class PixelTransformer(nn.Module):
             )
         self.size = size
         self.embedding = nn.Embedding(LEVELS + 1, config.width)
-        self.places = PixelPlaces(config, size)
+        self.places = PixelPosition(config, size)
         self.layers = nn.ModuleList(_layer(config, size) for _ in range(config.layers))
         self.streams = 2 if config.layer == "reformer" else 1
         self.norm = nn.LayerNorm(self.streams * config.width)

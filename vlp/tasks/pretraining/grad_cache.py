@@ -36,8 +36,7 @@ def select_rows(batch: Rows, rows: slice) -> Rows:
 
 def checkpoint_activations(function: Callable[[], Result]) -> Result:
     """Run a pass without storing its activations; the backward pass computes them again."""
-    result: Result = checkpoint(function, use_reentrant=False)
-    return result
+    return checkpoint(function, use_reentrant=False)
 
 
 def concatenate(chunks: Sequence[Any]) -> Any:

@@ -128,27 +128,20 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.where(count < 2, 0, variance.sqrt().mean() * features.shape[-1] ** 0.5)
 
 
+# Collapsed runs reached token cosines of 1.00, other runs at most 0.80; at a spread of 0.1 features
+# have 1 % of their variance.
+MAX_COSINE, MIN_SPREAD = 0.95, 0.1
+
+
 class CollapseMonitor:
     """Monitor that warns when token or global features have collapsed.
 
-    A statistic named `cosine` is bad above `max_cosine`, one named `spread` below `min_spread`;
-    `patience` bad checks in a row give one warning.
+    Bad are a `...cosine...` above `MAX_COSINE` and a `...spread...` below `MIN_SPREAD`; `patience`
+    bad checks in a row give one warning.
     """
 
-    # Collapsed runs reached token cosines of 1.00, other runs at most 0.80; at a spread of 0.1
-    # features have 1 % of their variance.
-
-    def __init__(
-        self,
-        max_cosine: float = 0.95,
-        min_spread: float = 0.1,
-        grace_steps: int = 200,
-        patience: int = 3,
-    ) -> None:
-        self.max_cosine = max_cosine
-        self.min_spread = min_spread
-        self.grace_steps = grace_steps
-        self.patience = patience
+    def __init__(self, grace_steps: int = 200, patience: int = 3) -> None:
+        self.grace_steps, self.patience = grace_steps, patience
         self._bad_checks: dict[str, int] = {}
 
     def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
@@ -170,10 +163,10 @@ class CollapseMonitor:
         return names
 
     def _exceeded_limit(self, name: str, value: float) -> str:
-        if "cosine" in name and value > self.max_cosine:
-            return f"above {self.max_cosine}"
-        if "spread" in name and value < self.min_spread:
-            return f"below {self.min_spread}"
+        if "cosine" in name and value > MAX_COSINE:
+            return f"above {MAX_COSINE}"
+        if "spread" in name and value < MIN_SPREAD:
+            return f"below {MIN_SPREAD}"
         return ""
 
 

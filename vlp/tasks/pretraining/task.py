@@ -135,7 +135,13 @@ class Pretraining(Task):
         cross_encoder = self.model.cross_encoder
         shares_images = not self.is_compiled and cross_encoder.shares_images(image.states)
         return Step(
-            *(step, batch, self.model, image, text, teacher_output, is_logged),
+            number=step,
+            batch=batch,
+            model=self.model,
+            image=image,
+            text=text,
+            teacher=teacher_output,
+            is_logged=is_logged,
             shares_images=shares_images,
         )
 

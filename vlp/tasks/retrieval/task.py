@@ -117,8 +117,9 @@ def pair_data(config: PairsConfig, parts: Loaded, batch: int, seed: int) -> Pret
     )
     image, text = parts.model.config.image, parts.model.config.text
     statistics = parts.preprocess.mean, parts.preprocess.std
-    sizes = image.image_size, image.grid, text.max_tokens, text.vocab_size
-    inputs = Inputs(*sizes, statistics=statistics)
+    inputs = Inputs(
+        image.image_size, image.grid, text.max_tokens, text.vocab_size, statistics=statistics
+    )
     data = PretrainData(config.data, inputs, batch, seed, parts.text)
     require_frozen_tower(data.features, parts.model)
     return data

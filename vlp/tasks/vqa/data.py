@@ -81,7 +81,7 @@ class VqaDataConfig(DownstreamDataConfig):
         description="file of the answers to choose from, a JSON list or one answer per line; null: "
         "the most frequent answers of `train`",
     )
-    most_answers: int = Field(3129, ge=1, description="number of answers from `train` at most")
+    most_answers: int = Field(3129, ge=1, description="largest number of answers from `train`")
     folder_weights: Mapping[str, Annotated[float, Field(ge=0)]] = Field(
         {}, description="loss weight of the questions of a folder of `train`, by default 1"
     )
@@ -104,7 +104,7 @@ class VqaExample(NamedTuple):
 
 
 class VqaBatch(NamedTuple):
-    """B questions with T answers in all; one blank question, not valid, if all samples are bad."""
+    """B questions with T answers in all; if all samples are bad, one row that is not valid."""
 
     # (B, 3, size, size) float32
     pixels: Tensor
@@ -184,12 +184,16 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
         self, examples: list[VqaExample], valid: Tensor, skipped: tuple[SkippedSample, ...]
     ) -> VqaBatch:
         """Stack questions with all their answers; `valid` is (B,) bool."""
-        answers = [
-            (answer, row, example.weight * count / sum(example.answers.values()))
-            for row, example in enumerate(examples)
-            for answer, count in example.answers.items()
-        ]
-        tokens = self.answer_text([answer for answer, _, _ in answers])
+        answers: list[str] = []
+        rows: list[int] = []
+        weights: list[float] = []
+        for row, example in enumerate(examples):
+            people = sum(example.answers.values())
+            for answer, count in example.answers.items():
+                answers.append(answer)
+                rows.append(row)
+                weights.append(example.weight * count / people)
+        tokens = self.answer_text(answers)
         longest = int(tokens.attention_mask.sum(1).max()) if answers else 0
         answer_ids = tokens.text_ids[:, :longest]
         questions = TextTokens(*map(torch.cat, zip(*(example.tokens for example in examples))))
@@ -197,8 +201,8 @@ class VqaDataset(DownstreamDataset[VqaExample, VqaBatch]):
             torch.stack([example.pixels for example in examples]),
             *questions,
             answer_ids=answer_ids,
-            question_index=torch.tensor([row for _, row, _ in answers], dtype=torch.int64),
-            answer_weights=torch.tensor([weight for _, _, weight in answers]),
+            question_index=torch.tensor(rows, dtype=torch.int64),
+            answer_weights=torch.tensor(weights),
             valid=valid,
             positions=predicted_positions(answer_ids, self.answer_text.pad_id),
             skipped=skipped,
@@ -211,7 +215,7 @@ def questions_in(annotation: Annotation) -> int:
 
 
 def question_types(annotation: Annotation, question: Question) -> dict[str, str]:
-    """Return `answer` and `question`, each if the question has that type (VQA v2's fields)."""
+    """Return the types of `answer` and `question`, as far as the question has VQA v2's fields."""
     extra = question.model_extra or {}
     values = {part: extra.get(f"{part}_type") for part in ("answer", "question")}
     types = {part: value for part, value in values.items() if isinstance(value, str) and value}

@@ -107,16 +107,16 @@ class Vqa(Distilled, WritingTask):
         return VqaDataset(items, self.text, self.prepare, data.max_answer, data.folder_weights)
 
     def remember(self, batch: VqaBatch) -> Memory:
-        """Encode questions with their images as the decoder's memory, (B,) rows."""
+        """Encode questions with their images as the decoder's memory of B rows."""
         text = self.model.encode_text(batch.text_ids, batch.attention_mask, batch.word_mask)
         image = self.model.encode_image(batch.pixels)
-        # A single image or question is paired with all of the other side.
+        # A single image is paired with all questions, or a single question with all images.
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
         return self.decoder.remember(features.text, features.attention_mask)
 
     def token_logits(self, batch: VqaBatch) -> Tensor:
-        """Compute (R, vocabulary) logits of the R tokens of all answers, each with its end."""
+        """Compute (R, vocabulary) logits of the R tokens of all answers, end tokens included."""
         memory = self.remember(batch).select(batch.question_index)
         embedding = self.model.text_encoder.embedding
         pad_id, positions = self.text.pad_id, batch.positions
@@ -130,7 +130,7 @@ class Vqa(Distilled, WritingTask):
             embedding = self.model.text_encoder.embedding
             target = self.soft_target(step, device, lambda task: task.token_logits(batch))
             soft, alpha = target or (None, 0.0)
-            # With a teacher the log-probability is minus the cross-entropy to the mixed target.
+            # With a teacher, `log_probability` is minus the cross-entropy with the mixed target.
             output = answer_likelihood(
                 self.decoder,
                 memory,
@@ -173,7 +173,7 @@ class Vqa(Distilled, WritingTask):
         return AnswerRanking(self.decoder, ids, embedding, self.text.pad_id, self.config.candidates)
 
     def _listed_spelling(self, text: str) -> str:
-        """Return the list's answer of the same tokens ("10:30" for "10 : 30"), else the text."""
+        """Return the listed answer with the same tokens ("10:30" for "10 : 30"), else the text."""
         ids = self.answer_text([text]).text_ids[0].tolist()
         return self._answer_of_ids.get(tuple(ids), text)
 

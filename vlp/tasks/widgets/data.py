@@ -160,8 +160,6 @@ def _read_text(file: Path) -> str:
 
 
 def _read_tar(file: Path, names: set[str]) -> dict[str, bytes]:
-    """Read the view hierarchies of screens by name."""
-
     def is_listed(path: PurePosixPath) -> bool:
         return path.suffix == ".json" and path.stem in names
 
@@ -182,40 +180,36 @@ class WidgetText:
 
     def __init__(self, tokenizer: Tokenizer, max_words: int, max_caption: int) -> None:
         self._tokenizer = tokenizer
-        self._words = TextProcessor(tokenizer, max_words + 2)
+        self._texts = text = TextProcessor(tokenizer, max_words + 2)
         self._captions = TextProcessor(tokenizer, max_caption + 2)
         self._ids: dict[str, Tensor] = {}
         self.max_words, self.max_caption = max_words, max_caption
-        self.vocab_size = self._words.vocab_size
-        words = self._words
-        self.pad_id, self.cls_id, self.sep_id = words.pad_id, words.cls_id, words.sep_id
-        self.special_ids = words.special_ids
+        self.vocab_size, self.special_ids = text.vocab_size, text.special_ids
+        self.pad_id, self.cls_id, self.sep_id = text.pad_id, text.cls_id, text.sep_id
 
-    def words(self, text: str) -> Tensor:
+    def text_ids(self, text: str) -> Tensor:
         """Return a text's ids (max_words,) int64: word pieces and padding."""
         if text not in self._ids:
             if len(self._ids) == _TEXT_CACHE_SIZE:
                 self._ids.clear()
-            tokens = self._words([text])
+            tokens = self._texts([text])
             ids = tokens.text_ids[tokens.word_mask]
             self._ids[text] = torch.full((self.max_words,), self.pad_id)
             self._ids[text][: len(ids)] = ids
         return self._ids[text]
 
-    def caption(self, text: str) -> Tensor:
+    def caption_ids(self, text: str) -> Tensor:
         """Return a caption's ids (max_caption + 2,) int64: [CLS], word pieces, [SEP], padding."""
         return self._captions([text]).text_ids[0]
 
-    def sentence(self, ids: Sequence[int]) -> str:
-        """Decode a caption from ids, up to the first [SEP]."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids up to the first [SEP]."""
         tokens = list(takewhile(lambda token: token != self.sep_id, ids))
-        sentence: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return sentence
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def to_json(self) -> str:
         """Return the tokenizer as JSON, for a model folder."""
-        text: str = self._tokenizer.to_str()
-        return text
+        return self._tokenizer.to_str()
 
 
 def widget_text(
@@ -288,7 +282,7 @@ class WidgetBatch(NamedTuple):
     # (B, W, 3) int64, see `Widget`
     trees: Tensor
     # (B, W) bool, False = padding
-    real: Tensor
+    widget_mask: Tensor
     # (T, 2) int64, row and widget of each caption
     targets: Tensor
     # (T, L) int64, [CLS] ... [SEP] and padding
@@ -335,11 +329,11 @@ def encode_screen(
         torch.tensor([widget.box for widget in widgets], dtype=torch.float32),
         torch.tensor([widget.kind for widget in widgets]),
         torch.tensor([int(widget.clickable) for widget in widgets]),
-        torch.stack([text.words(widget.text) for widget in widgets]),
-        torch.stack([text.words(widget.resource) for widget in widgets]),
+        torch.stack([text.text_ids(widget.text) for widget in widgets]),
+        torch.stack([text.text_ids(widget.resource) for widget in widgets]),
         torch.tensor([widget.tree for widget in widgets]),
         torch.tensor([rows[number] for number, _ in targets], dtype=torch.int64),
-        torch.stack([text.caption(caption) for _, caption in targets])
+        torch.stack([text.caption_ids(caption) for _, caption in targets])
         if targets
         else torch.zeros(0, text.max_caption + 2, dtype=torch.int64),
     )

@@ -122,7 +122,7 @@ class ScreenEncoder(nn.Module):
             states = self._add_positions(states, context)
         states = self.dropout(states)
         for layer in self.layers:
-            states = layer(states, batch.real, context)
+            states = layer(states, batch.widget_mask, context)
         return self.norm(states)
 
     def _add_positions(self, states: Tensor, context: PositionContext) -> Tensor:
@@ -132,9 +132,9 @@ class ScreenEncoder(nn.Module):
 
     def _pooled_words(self, ids: Tensor, words: nn.Embedding) -> Tensor:
         """Return channel maxima over words, (B, W, N) -> (B, W, width), 0 without words."""
-        real = (ids != self.pad_id)[..., None]
-        maxima = words(ids).masked_fill(~real, -torch.inf).amax(-2)
-        return maxima.masked_fill(~real.any(-2), 0)
+        word_mask = (ids != self.pad_id)[..., None]
+        maxima = words(ids).masked_fill(~word_mask, -torch.inf).amax(-2)
+        return maxima.masked_fill(~word_mask.any(-2), 0)
 
 
 class WidgetCaptioner(nn.Module):
@@ -203,8 +203,7 @@ class WidgetCaptioner(nn.Module):
         is_later = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)
         for layer in self.decoder:
             x = layer(x, memory, tgt_mask=is_later, tgt_is_causal=True)
-        logits: Tensor = self.output(self.norm(x))
-        return logits
+        return self.output(self.norm(x))
 
     @torch.no_grad()
     def generate(self, batch: WidgetBatch, length: int, beams: int = 1) -> Tensor:

@@ -100,9 +100,8 @@ def read_screen(
             continue
         widgets.append(_widget(visit, box))
     paths = {widgets[index].path for index in captions_by_index}
-    if missing := sorted(
-        path for path, texts in captions.items() if any(texts) and path not in paths
-    ):
+    captioned = {path for path, texts in captions.items() if any(map(str.strip, texts))}
+    if missing := sorted(captioned - paths):
         raise BadSample("captions without their widget", f"{name} (nodes {', '.join(missing[:5])})")
     return Screen(name, tuple(widgets), captions_by_index)
 
@@ -203,7 +202,7 @@ class _Node:
 
 
 def generate_screen(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Draw a screen: a view hierarchy for `read_screen`, and two correct captions by path."""
+    """Draw a screen: a view hierarchy for `read_screen`, and two captions a widget, by path."""
     # A toolbar, a body and tabs of random sizes. Icons have no text and siblings a random order, so
     # that an icon's caption follows only from positions: from its own ("delete the second message")
     # or from the text next to it ("delete the message from anna").

@@ -65,15 +65,15 @@ class Widgets(VisionTask):
         with self.autocast(batch.boxes.device):
             logits = self.model(batch)
         labels = batch.captions[:, 1:]
-        real = labels != self.text.pad_id
+        mask = labels != self.text.pad_id
         # Padding-only rows stay in the batch so that all ranks run the same shapes.
-        words = mlm_loss(logits.flatten(0, 1), labels.masked_fill(~real, -100).flatten())
+        words = mlm_loss(logits.flatten(0, 1), labels.masked_fill(~mask, -100).flatten())
         losses = {"words": words}
         if self.config.regulariser:
             losses["regulariser"] = self._regulariser(words.total)
         statistics = {}
-        if bool(real.any()):
-            correct = (logits.argmax(-1) == labels)[real]
+        if bool(mask.any()):
+            correct = (logits.argmax(-1) == labels)[mask]
             statistics["accuracy"] = correct.float().mean()
         return self.step_output(losses, {"regulariser": self.config.regulariser}, statistics)
 
@@ -88,7 +88,7 @@ class Widgets(VisionTask):
         return cls(config, WidgetText(tokenizer, data.max_words, data.max_caption))
 
     def _regulariser(self, total: Tensor) -> Loss:
-        """Sum the KL terms of regularised encodings (Eq. 10), with dtype and device of `total`."""
+        """Sum the KL terms of regularised encodings (Eq. 10), on the device of a loss `total`."""
         terms = [
             encoding("regulariser")
             for encoding in self.model.modules()

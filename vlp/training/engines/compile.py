@@ -95,7 +95,7 @@ def compile_task(
     networks, dynamic = [task], None
     if isinstance(task, Task):
         task.is_compiled, networks = True, task.networks()
-        # None: a size that changes becomes symbolic when it first does, at the cost of one graph.
+        # None: a size becomes symbolic at its first change, which costs another graph.
         dynamic = False if task.static_shapes else None
     compile_regions(options)
     for network in networks:

@@ -67,8 +67,7 @@ class DdpEngine:
             # Gradients are reduced only in the backward pass of the last micro-step.
             is_last = self._micro_step == self._micro_steps
             with nullcontext() if is_last else ddp.no_sync():
-                output: StepOutput = ddp(batch, step)
-            return output
+                return ddp(batch, step)
 
         return forward
 

@@ -194,7 +194,8 @@ class DeepSpeedEngine:
                 if self.rank == 0:
                     moments[f"{moment}.{name}"] = host_copy(value)
         if self.rank == 0:
-            moments |= {STEP: self._applied_steps(), **self._scale.state()}
+            applied_steps = next(iter(self._adamw.state.values()))[STEP]
+            moments |= {STEP: applied_steps.detach().cpu().clone(), **self._scale.state()}
         return {WEIGHTS: weights, OPTIMISER: moments}
 
     @torch.no_grad()
@@ -231,9 +232,6 @@ class DeepSpeedEngine:
         if self.stage == 3:
             return list(self._zero.fp32_partitioned_groups_flat)
         return list(self._zero.single_partition_of_fp32_groups)
-
-    def _applied_steps(self) -> Tensor:
-        return next(iter(self._adamw.state.values()))[STEP].detach().cpu().clone()
 
     def _read_parameter(self, parameter: nn.Parameter) -> Tensor:
         if self.stage < 3:

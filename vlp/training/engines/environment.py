@@ -74,7 +74,7 @@ def allow_open_files() -> int:
 
 
 def _read_slurm_ranks() -> None:
-    """Set a launcher's variables by Slurm's, for `srun -n N python launch/pretrain.py`."""
+    """Set a launcher's variables from Slurm's, for `srun -n N python launch/pretrain.py`."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks in ("", "1") or "SLURM_PROCID" not in os.environ:
         return
