@@ -89,7 +89,7 @@ def fit_boxes(
     is_unchanged = turn == 1 and annotated_size == upright == image.size
 
     def fit(box: Sequence[float]) -> tuple[str | None, list[float] | None]:
-        """Return the kind of fault, None if there is none, and the new box, None to drop it."""
+        """Return the kind of fault (None: no fault) and the new box (None: drop it)."""
         if turn is None:
             return OTHER_SHAPE, None
         kind, corners = clip_box(box, annotated_size)

@@ -181,7 +181,7 @@ def _read_keys(job: tuple[Shard, Iterable[int]]) -> list[str]:
 
 
 def _records(shard: ShardReader, number: int) -> list[tuple[object, ...]]:
-    """Return the RECORDs of a sample's images, none for a bad sample."""
+    """Return the RECORDs of a sample's images, empty for a bad sample."""
     try:
         sample = shard.read(shard.samples[number])
     except BadSample:

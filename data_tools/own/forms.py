@@ -525,7 +525,7 @@ def _is_image(feature: Any) -> bool:
 
 
 def _read_bytes(value: Any, name: str) -> Any:
-    """Return an image's value with its bytes, read from its path if it has none."""
+    """Return an image's value with its bytes, read from its path if missing."""
     if not isinstance(value, dict) or value.get("bytes") is not None or not value.get("path"):
         return value
     import fsspec

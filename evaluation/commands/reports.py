@@ -198,7 +198,7 @@ def serve_app(
 
 
 def _gallery_store(model: str, shards: list[str], limit: int | None) -> tuple[Path, str] | None:
-    """Return the file of a page's features and a hash of their inputs; None: keep none."""
+    """Return the file that keeps a page's features and a hash of their inputs, or None."""
     from evaluation.jobs import RetrievalJob
     from evaluation.samples import EvaluationError
     from evaluation.suite.suite import job_key
@@ -207,13 +207,13 @@ def _gallery_store(model: str, shards: list[str], limit: int | None) -> tuple[Pa
     from vlp.models.pretrained.local_copy import local_folder
 
     job = validate({"shards": shards, "limit": limit}, RetrievalJob, "vlp app")
-    # Without a home, or a model or shards, of which the session tells.
+    # No home folder; or no such model or shards, which ModelSession then reports.
     with suppress(OSError, RuntimeError, EvaluationError):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlp"
         cache.mkdir(0o700, parents=True, exist_ok=True)
-        cache.chmod(0o700)  # fails for another user's
+        cache.chmod(0o700)  # fails if the folder is another user's
         folder = local_folder(model)
-        place = "\n".join([*map(os.path.realpath, [folder, *shards]), str(limit)])
-        name = f"page-{hashlib.sha256(place.encode()).hexdigest()[:16]}.npz"
+        source = "\n".join([*map(os.path.realpath, [folder, *shards]), str(limit)])
+        name = f"page-{hashlib.sha256(source.encode()).hexdigest()[:16]}.npz"
         return cache / name, f"{job_key(job, folder, {})} {limits()}"
     return None

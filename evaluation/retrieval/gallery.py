@@ -43,8 +43,8 @@ class Hit(NamedTuple):
 class Gallery:
     """The images of shard folders with their features; samples of one image are merged.
 
-    store: file that keeps the images' features, and a hash of their inputs. `collection` is set
-    unless they were read from it.
+    store: a file that keeps the images' features, and a hash of what they were computed from.
+    Features read from that file leave `collection` unset.
     """
 
     collection: Collection
@@ -67,7 +67,7 @@ class Gallery:
             self.collection = self.encoder.collect(ProcessGroup.current())
         self._features = self.collection.image_features
         self._sample_indices = np.array([s.sample_index for s in self.collection.samples])
-        with suppress(OSError):  # a full disk
+        with suppress(OSError):  # such as a full disk
             if store is not None:
                 with atomic_write(store[0]) as file:
                     arrays = {"features": self._features.cpu(), "samples": self._sample_indices}
@@ -81,10 +81,11 @@ class Gallery:
                     return False
                 self._features = torch.from_numpy(stored["features"]).to(self.encoder.device)
                 self._sample_indices = stored["samples"]
-            # Code may have changed, such as a plugin's. The precision changes a feature by less.
+            # Code that the hash does not cover, such as a plugin's, may have changed: compare one
+            # feature. Another precision changes it by less than this.
             first = self._encoded[0].features.feature[0].float()
             return bool(first @ self._features[0] > 0.999)
-        # Damage has errors of many classes, in the data by the CRC-32 of a ZIP file.
+        # A damaged file raises errors of many classes; its CRC-32 finds damage in the arrays.
         except Exception:
             return False
 

@@ -273,7 +273,7 @@ def evaluate_retrieval(
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
             image with several captions.
-        rerank: number of each query's nearest candidates to re-rank as stage `rerank`; 0: none.
+        rerank: number of each query's nearest candidates to re-rank as stage `rerank`, or 0.
         rerank_by: "sum" ranks by similarity / temperature + match score, the log-odds of the
             cross-modal encoder; "match" by the match score alone, as ALBEF does; "both" as "sum",
             and by the match score alone as a further stage `match`.

@@ -222,7 +222,7 @@ def _require_dual_encoder_task(job: Job, model: OtherModel) -> None:
 def model_of(job: Job, default: str | None) -> Path | OtherModel:
     """Return the local folder of a job's model, or the model of another library.
 
-    default: name of the model if the job names none.
+    default: name of the model of a job without one.
     """
     name = job.model or default or ""
     other = other_model(name) if ":" in name else None

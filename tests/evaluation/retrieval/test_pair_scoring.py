@@ -15,7 +15,6 @@ from evaluation.retrieval.rerank import (
     assign_buckets,
     listwise_losses,
     look_up,
-    match_batch_for,
     match_pairs,
     nearest_pairs,
     reranked_ranks,
@@ -120,12 +119,6 @@ def test_buckets_are_full_but_not_too_full(widths, rows, tokens):
         assert len(here) == 1 or len(here) * rows * here.max() <= tokens
         following = widths[bucket == number + 1][:1]
         assert not len(following) or (len(here) + 1) * rows * following.max() > tokens
-
-
-@pytest.mark.parametrize(("device", "pairs"), [("cpu", 64), ("cuda", 1024)])
-def test_calls_are_as_large_as_a_device_needs_them(device, pairs):
-    assert match_batch_for(torch.device(device)) == pairs
-    assert match_batch_for(torch.device(device), 7) == 7
 
 
 def random_positives(generator, queries, candidates, most):
