@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -73,17 +73,17 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
 
 def class_features(
     prompts: Prompts,
-    encode: Callable[[Sequence[str]], NDArray[np.floating]],
+    encode: Callable[[int], NDArray[np.floating]],
     processes: ProcessGroup,
 ) -> NDArray[np.float64]:
     """Compute (classes, d) normalised means of each class's prompt features (CLIP, 3.1.4).
 
-    encode: maps the prompts of one class to unit features (prompts, d). Ranks split the classes.
+    encode: maps the index of a class to unit features of its prompts. Ranks split the classes.
     """
 
     def class_feature(index: int) -> NDArray[np.float64]:
         # Unit features are averaged, then normalised again, as in CLIP's prompt ensembles.
-        mean = np.asarray(encode(prompts.of_class(index)), dtype=np.float64).mean(axis=0)
+        mean = np.asarray(encode(index), dtype=np.float64).mean(axis=0)
         return mean / max(float(np.linalg.norm(mean)), 1e-12)
 
     return np.stack(processes.map_blocks(len(prompts.labels), class_feature))
@@ -180,8 +180,12 @@ def evaluate_zeroshot(
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
-    def encode(texts: Sequence[str]) -> TextFeatures:
-        tokens = (part.to(torch_device) for part in loaded.text(list(texts)))
+    @cache
+    def tokens_of_class(index: int) -> TextTokens:
+        return loaded.text(prompts.of_class(index))
+
+    def encode(index: int) -> TextFeatures:
+        tokens = (part.to(torch_device) for part in tokens_of_class(index))
         with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             return model.encode_text(*tokens)
 
@@ -206,19 +210,17 @@ def evaluate_zeroshot(
         ]
 
     with evaluating(model, options.device) as torch_device:
-        prompt_features: BlockCache[int] = BlockCache(
-            lambda index: Block(encode(prompts.of_class(index))), GIBIBYTE
-        )
+        prompt_features: BlockCache[int] = BlockCache(lambda index: Block(encode(index)), GIBIBYTE)
         features_of_classes = class_features(
             prompts,
-            lambda texts: require_finite(encode(texts).feature.double().cpu().numpy()),
+            lambda index: require_finite(encode(index).feature.double().cpu().numpy()),
             ProcessGroup.current(),
         )
         rows, skipped = evaluate_blocks(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )
     notes = untrained_match_notes(model.match_is_trained or not top, "re-ranking")
-    notes += _prompt_notes(prompts, loaded.text)
+    notes += _prompt_notes(prompts, loaded.text, tokens_of_class)
     return _result(rows, skipped, images.folders, prompts, top, options.resamples, notes)
 
 
@@ -235,13 +237,16 @@ def rerank_scores(
     return reranked
 
 
-def _prompt_notes(prompts: Prompts, text: Callable[[Sequence[str]], TextTokens]) -> tuple[str, ...]:
+def _prompt_notes(
+    prompts: Prompts,
+    text: Callable[[Sequence[str]], TextTokens],
+    tokens_of_class: Callable[[int], TextTokens],
+) -> tuple[str, ...]:
     """Return notes on truncated prompts, and on classes with the tokens of an earlier class."""
     num_truncated, ids_of_classes = 0, set()
     for index in range(len(prompts.labels)):
-        class_prompts = prompts.of_class(index)
-        num_truncated += count_truncated(text, class_prompts)
-        ids_of_classes.add(text(class_prompts).text_ids.numpy().tobytes())
+        num_truncated += count_truncated(text, prompts.of_class(index))
+        ids_of_classes.add(tokens_of_class(index).text_ids.numpy().tobytes())
     notes = truncation_notes(num_truncated, len(prompts.labels) * len(prompts.templates), "prompts")
     if repeats := len(prompts.labels) - len(ids_of_classes):
         note = f"{repeats} classes have the tokens of an earlier class and are never predicted."

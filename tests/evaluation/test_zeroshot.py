@@ -137,13 +137,18 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
         evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
 
 
-def test_classes_that_are_equal_once_they_are_cut_are_counted(loaded, shards):
+def test_classes_that_are_equal_once_they_are_cut_are_counted(loaded, shards, monkeypatch):
     names = ("red", "green", "blue", *(f"{'a ' * 30}{end}" for end in ("circle", "square")))
+    calls, tokenize = [], type(loaded.text).__call__
+    monkeypatch.setattr(
+        type(loaded.text), "__call__", lambda self, t: calls.extend(t) or tokenize(self, t)
+    )
     result = evaluate_zeroshot(loaded, [shards], Prompts(names, names, ("{}",)))
     assert result.notes[1:3] == (
         "2 of 5 prompts are truncated to max_tokens.",
         "1 classes have the tokens of an earlier class and are never predicted.",
     )
+    assert sorted(calls) == sorted(names), "no prompt is tokenised twice"
 
 
 def test_names_and_prompts_are_read_from_files(tmp_path):

@@ -10,7 +10,7 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -31,8 +31,7 @@ def prepare_environment() -> None:
 
     Without a GPU, also use the rank's share of the cores.
     """
-    _read_slurm_ranks()
-    _require_rank()
+    _require_rank(_read_slurm_ranks())
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -73,11 +72,14 @@ def allow_open_files() -> int:
     return limit
 
 
-def _read_slurm_ranks() -> None:
-    """Set a launcher's variables from Slurm's, for `srun -n N python launch/pretrain.py`."""
+def _read_slurm_ranks() -> tuple[str, ...]:
+    """Set a launcher's variables from Slurm's, for `srun -n N python launch/pretrain.py`.
+
+    Returns the names of Slurm's that were read.
+    """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks in ("", "1") or "SLURM_PROCID" not in os.environ:
-        return
+        return ()
     local = re.split("[(,]", os.environ.get("SLURM_STEP_TASKS_PER_NODE", tasks))[0]  # "8(x2),4"
     os.environ |= {
         "RANK": os.environ["SLURM_PROCID"],
@@ -90,9 +92,10 @@ def _read_slurm_ranks() -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     os.environ.setdefault("MASTER_PORT", str(port))
+    return "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
 
 
-def _require_rank() -> None:
+def _require_rank(slurm_names: Sequence[str]) -> None:
     """Require valid variables of a rank, and RANK if there is more than one."""
     # Without RANK every process would be rank 0, and wait for others. LOCAL_RANK may be missing, as
     # Kubernetes' PyTorchJob starts one process on each node.
@@ -102,7 +105,8 @@ def _require_rank() -> None:
     is_complete = "RANK" in values or world_size == "1"
     if is_complete and all(map(str.isdecimal, values.values())) and int(rank) < int(world_size):
         return
-    listed = " ".join(f"{name}={value}" for name, value in values.items())
+    read = {name: os.environ.get(name, "") for name in slurm_names} or values
+    listed = " ".join(f"{name}={value}" for name, value in read.items())
     raise ConfigError(
         f"the environment has {listed}: not the numbers of a rank; unset these variables to train "
         "in one process, or start the ranks by a launcher"
