@@ -102,8 +102,14 @@ def test_a_folder_left_half_written_by_a_kill_is_passed_over(tmp_path):
         load(tmp_path)
 
 
-def full(path, *rest):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+def raising(code):
+    def fail(path, *rest):
+        raise OSError(code, os.strerror(code), str(path))
+
+    return fail
+
+
+full = raising(errno.ENOSPC)
 
 
 def flip(path):
@@ -129,6 +135,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, caplog, file
     assert progress.step == 1
     assert "step_2 is damaged" in caplog.text
     assert names(tmp_path) == ["step_1", "step_2.corrupt"]
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("function", ["sha256_of", "os.scandir", "Path.read_bytes"])
+def test_an_error_of_the_disk_renames_no_checkpoint(tmp_path, monkeypatch, code, function):
+    save(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"vlp.training.checkpoints.{function}", raising(code))
+        with pytest.raises((CheckpointError, OSError), match=os.strerror(code)):
+            load(tmp_path)
+    assert names(tmp_path) == ["step_1", "step_2"]
+    assert load(tmp_path).step == 2
 
 
 def test_when_all_are_damaged_nothing_is_guessed(tmp_path):
