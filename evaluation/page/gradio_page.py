@@ -70,7 +70,7 @@ def page(session: ModelSession) -> Any:
         submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
         triggers = [button.click, *submits]
         event = gradio.on(triggers, show_errors(act), inputs, outputs, api_name=name)
-        # After an error the outputs are cleared of the error's badge or an older result.
+        # After an error, clear the outputs: they show the error's badge or an older result.
         empty = None if len(outputs) == 1 else [None] * len(outputs)
         event.failure(lambda: empty, None, outputs, api_visibility="private")
         with example_columns[button]:
@@ -178,10 +178,9 @@ def page(session: ModelSession) -> Any:
                 answers = gradio.Label(label=page_action.output)
 
                 def act(*values: Any) -> dict[str, float]:
-                    images, text = values, None
-                    if page_action.text is not None:
-                        images, text = values[:-1], values[-1]
-                    return dict(session.act(page_action.name, images, text))
+                    if page_action.text is None:
+                        return dict(session.act(page_action.name, values))
+                    return dict(session.act(page_action.name, values[:-1], values[-1]))
 
                 add_action(button, page_action.name, act, inputs, [answers], samples)
         if session.can_match:

@@ -51,6 +51,9 @@ DECODED_SIDES = 2
 # Images cached for the other tabs.
 CACHED_IMAGES = 4
 
+# Letters of a text; the tokenizer needs 90 bytes of memory for each.
+MAX_TEXT = 100_000
+
 
 class EncodedImage:
     """A user's image, upright, RGB and reduced, with cached features."""
@@ -79,7 +82,7 @@ class CaptionedImage(NamedTuple):
 
 
 class ModelSession:
-    """A model folder, and a gallery of `shards` to search; store: as of `Gallery`."""
+    """A model folder, and a `Gallery` of `shards` to search, with its `store`."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class ModelSession:
         options = EvalOptions(limit, device=self.device, progress=True)
         self.gallery = Gallery(self.loaded, shards, options, store) if shards else None
         self._min_side = max(DISPLAY_SIDE, DECODED_SIDES * self.loaded.preprocess.image_size)
-        # Further arguments are part of the key: time, size and limits.
+        # A file's time and size, and the limits, are only part of the cache's key.
         self._read = lru_cache(CACHED_IMAGES)(lambda file, *_: self._image(file))
 
     @property
@@ -122,7 +125,7 @@ class ModelSession:
 
     @property
     def can_match(self) -> bool:
-        """Return True if the match score is trained, which Grad-CAM needs, too."""
+        """Return True if the match score is trained; Grad-CAM also needs that."""
         return self.loaded.model.match_is_trained
 
     def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
@@ -167,7 +170,7 @@ class ModelSession:
         self._require_match()
         encoded, caption = self._open_image(image), _require_text(text)
         with torch.no_grad(), evaluating(self.loaded.model, self.device):
-            # In float32, as maps of other tabs use the cached features, too.
+            # Encode in float32, as maps of other tabs use the cached features as well.
             features = encoded.features
             with single_line_errors(NotFiniteError), evaluation_autocast(self.device, None):
                 return match_probabilities(self.loaded, features, caption)
@@ -225,10 +228,6 @@ def _require_text(text: str) -> str:
     if len(text) > MAX_TEXT:
         raise EvaluationError(f"the text has {len(text):,} letters; at most {MAX_TEXT:,} are read")
     return text.strip()
-
-
-# Letters; the tokenizer needs 90 bytes of memory for each.
-MAX_TEXT = 100_000
 
 
 def _reduce(image: Image.Image, min_side: int) -> Image.Image:

@@ -197,7 +197,6 @@ def test_consistency_counts_sentences_that_are_always_right(tmp_path):
     ("identifier", "sentence"),
     [
         ("dev-850-0-1", "dev-850-1"),  # NLVR2: split, set, pair, sentence
-        ("dev-850-3-1", "dev-850-1"),
         ("850-3", "850: There is a dog."),  # NLVR v1: sentence, image
         ("unknown", "There is a dog."),
         (None, "There is a dog."),
