@@ -183,23 +183,19 @@ class ValidationLosses:
         count = min(batches, self._data.batches_in_epoch(0))
         if not count:
             return {}
-        losses, pairs = [], []
+        names, losses, pairs = list[str](), [], []
         stream = self._data.batches(0, distributed.rank(), distributed.world_size(), count)
         train_device = next(self._task.parameters()).device
         with closing(stream), evaluating(self._task, train_device) as device:
             for batch, _ in stream:
                 batch = batch.to(device)
                 output = self._task(batch, 0)
-                losses.append({"total": output.loss, **output.losses})
+                names = ["total", *output.losses]
+                losses.append(torch.stack([output.loss, *output.losses.values()]))
                 pairs.append(distributed.global_sum(batch.valid.sum()))
-        values = (
-            torch.stack([torch.stack([*step_losses.values()]) for step_losses in losses])
-            .float()
-            .cpu()
-        )
-        weights = torch.stack(pairs).float().cpu()
+        values, weights = torch.stack(losses).float().cpu(), torch.stack(pairs).float().cpu()
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
-        return {f"loss/{name}": value for name, value in zip(losses[0], means.tolist())}
+        return {f"loss/{name}": value for name, value in zip(names, means.tolist())}
 
 
 if __name__ == "__main__":

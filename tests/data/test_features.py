@@ -353,7 +353,7 @@ def test_other_settings_do_not_resume(make_shards, configuration, tmp_path, caps
     assert files_of(out) == before
     (out / HEADER_NAME).unlink()
     assert main(options) == 2
-    assert "holds something else; name another folder" in capsys.readouterr().err
+    assert "holds files of another kind; name another folder" in capsys.readouterr().err
 
 
 def test_bad_samples_have_no_features(configuration, tmp_path, capsys):

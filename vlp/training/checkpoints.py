@@ -76,9 +76,9 @@ class Checkpoints:
         self._values = config.model_dump(mode="json")
         self._fingerprint = dict(fingerprint or {})
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # The checkpoint that is being written, and on rank 0 the thread's work.
+        # The checkpoint that is being written, and on rank 0 the future of the thread's result.
         self._pending_name: str | None = None
-        self._work: Future[None] | None = None
+        self._write_future: Future[None] | None = None
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -99,7 +99,7 @@ class Checkpoints:
         }
         files = engine.snapshot() | {EXTRA: distributed.rank_0_copies(task.extra_state())}
         if engine.rank == 0:
-            self._work = self._thread.submit(self._write, name, files, state)
+            self._write_future = self._thread.submit(self._write, name, files, state)
         self._pending_name = name
         if wait:
             self.wait()
@@ -109,8 +109,8 @@ class Checkpoints:
         if self._pending_name is None:
             return
         name, self._pending_name = self._pending_name, None
-        error = self._work.exception() if self._work else None
-        self._work = None
+        error = self._write_future.exception() if self._write_future else None
+        self._write_future = None
         if error is not None and not isinstance(error, OSError | ConfigError):
             raise error
         failures = distributed.all_gather_object(None if error is None else str(error))
@@ -125,7 +125,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until this rank's thread ends; a failed write is a warning."""
         self._thread.shutdown()
-        if self._work and (error := self._work.exception()) is not None:
+        if self._write_future and (error := self._write_future.exception()) is not None:
             logger.warning("cannot write the checkpoint %s/%s: %s", self, self._pending_name, error)
 
     def _write(
@@ -274,12 +274,12 @@ class Checkpoints:
                 "when the disk answers, or move it away to use the checkpoint before it"
             ) from error
 
-    def _on_rank_0(self, work: Callable[[], Value]) -> Value:
+    def _on_rank_0(self, function: Callable[[], Value]) -> Value:
         """Call a function on rank 0; return its result, or raise CheckpointError, on every rank."""
         value, failure = None, None
         if distributed.rank() == 0:
             try:
-                value = work()
+                value = function()
             except (CheckpointError, ConfigError, OSError) as error:
                 failure = str(error)
         value, failure = distributed.broadcast_object((value, failure))

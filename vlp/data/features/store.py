@@ -77,8 +77,8 @@ class FeatureHeader(_HeaderPart):
 
     def write(self, folder: Path) -> None:
         """Write `features.json`."""
-        plain = self.model_dump(mode="json")
-        write_json(folder / HEADER_NAME, plain, durable=True, error=ConfigError)
+        values = self.model_dump(mode="json")
+        write_json(folder / HEADER_NAME, values, durable=True, error=ConfigError)
 
     @classmethod
     def read(cls, folder: Path) -> FeatureHeader:
@@ -183,7 +183,7 @@ class StoredFeatures:
         """Return whether shards with this index are among the sources."""
         return shards_sha256(index.shards) in [source.index for source in self.header.sources]
 
-    def _source_features(self, index: ShardIndex, plain: bool) -> SourceFeatures:
+    def _source_features(self, index: ShardIndex, first_only: bool) -> SourceFeatures:
         digests = [source.index for source in self.header.sources]
         digest = shards_sha256(index.shards)
         if digest not in digests:
@@ -192,7 +192,7 @@ class StoredFeatures:
                 f"{self.folder}: holds no features of {index.folder} as it is now, but of {names} "
                 f"(their index must be the same); write them with: {MAKE}"
             )
-        return SourceFeatures(self.folder, self.header, digests.index(digest), index, plain)
+        return SourceFeatures(self.folder, self.header, digests.index(digest), index, first_only)
 
 
 def stored_sources(
@@ -207,15 +207,13 @@ def stored_sources(
 
 
 class SourceFeatures:
-    """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros.
-
-    With `plain` a sample has only its first view.
-    """
+    """Features of source `number` of a folder, opened lazily; `blank` is a view of zeros."""
 
     def __init__(
-        self, folder: Path, header: FeatureHeader, number: int, index: ShardIndex, plain: bool
+        self, folder: Path, header: FeatureHeader, number: int, index: ShardIndex, first_only: bool
     ) -> None:
-        self.folder, self.header, self.number, self.plain = folder, header, number, plain
+        self.folder, self.header, self.number = folder, header, number
+        self._first_only = first_only  # a sample has only its first view
         dtype: torch.dtype = getattr(torch, header.dtype)
         self.blank = torch.zeros(header.tokens, header.width, dtype=dtype)
         self._shards = [(entry.name, entry.samples) for entry in index.shards]
@@ -248,7 +246,7 @@ class SourceFeatures:
         if codes[0] >= BAD:
             kinds = self.header.kinds[codes[0] - BAD :] or ("unreadable image",)  # if damaged
             raise BadSample(kinds[0], where)
-        if self.plain:
+        if self._first_only:
             return [0]
         return [view for view, code in enumerate(codes) if may_flip or code == PLAIN]
 

@@ -529,10 +529,7 @@ def _open_complete(path: Path, size: int) -> int | None:
 
 @contextmanager
 def _fetch_lock(part: Path, path: Path, wait: bool) -> Iterator[bool]:
-    """Lock a download and yield True; yield False if it is done.
-
-    Without `wait`, also yield False while another process downloads.
-    """
+    """Lock a download, yield True; False if it is done or, without `wait`, if others download."""
     while True:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
         try:

@@ -137,6 +137,6 @@ def _disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written ({error.strerror}); solve this and run again, finished "
-            "shards stay"
+            f"{path}: cannot be written ({error.strerror}); solve this and run again: finished "
+            "shards are kept"
         ) from error

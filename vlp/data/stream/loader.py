@@ -53,18 +53,18 @@ def open_loader(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """Yield an iterator over a loader's batches; its workers end with the context."""
     batches = iter(loader)
     # atexit, as a generator that an exception leaves unclosed must not leave workers behind.
-    stop = getattr(batches, "_shutdown_workers", None)
-    if stop is not None:
-        atexit.register(stop)
+    shut_down = getattr(batches, "_shutdown_workers", None)
+    if shut_down is not None:
+        atexit.register(shut_down)
     for worker in getattr(batches, "_workers", ()):
         # PyTorch terminates workers that do not end, as in an outage; ours ignore SIGTERM.
         worker.terminate = worker.kill
     try:
         yield batches
     finally:
-        if stop is not None:
-            atexit.unregister(stop)
-            stop()
+        if shut_down is not None:
+            atexit.unregister(shut_down)
+            shut_down()
 
 
 def _prepare_worker(parent: int, retry_counter: Any, worker: int) -> None:
@@ -98,10 +98,7 @@ class BatchRequest(NamedTuple):
 
 
 class ShardAwareBatchSampler:
-    """Batch sampler that yields a rank's `BatchRequest` for each global batch.
-
-    `fetchers` workers share the prefetching of shards; 0 turns it off.
-    """
+    """Batch sampler of a rank's requests; `fetchers` workers share the prefetching, 0: none."""
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ class TextProcessor:
             )
         if other.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ConfigError(
-                f"data.vocabulary has other ids of words than {folder}, which the weights were "
+                f"data.vocabulary has other token ids than {folder}, which the weights were "
                 f"trained with: set data.vocabulary={folder}"
             )
 

@@ -229,10 +229,7 @@ class Detr(nn.Module):
         return Detections(at_least_float32(logits), at_least_float32(boxes).sigmoid())
 
     def encode(self, tokens: Tensor, context: PositionContext) -> tuple[Tensor, AddPosition]:
-        """Encode a grid's tokens (B, T, width) -> memory (B, T, width).
-
-        Also return the function that adds positions to the memory as keys of the decoder.
-        """
+        """Encode a grid's tokens (B, T, width); also return the encoding of the decoder's keys."""
         position: AddPosition = partial(self._add_positions, context=context)
         if self.place == "input":
             tokens, position = position(tokens), no_position

@@ -155,9 +155,9 @@ class CollapseMonitor:
             count = self._bad_checks[name] = self._bad_checks.get(name, 0) + 1 if limit else 0
             if count == self.patience:
                 logger.warning(
-                    "step %d: %s is %.3f (%s) for %d checks in a row: the representation has "
-                    "collapsed; look at the contrastive loss, its temperature and learning rate",
-                    *(step, name, value, limit, count),
+                    f"step {step}: {name} is {value:.3f} ({limit}) for {count} checks in a row: "
+                    "the representation has collapsed; look at the contrastive loss, its "
+                    "temperature and learning rate"
                 )
                 names.append(name)
         return names

@@ -152,15 +152,15 @@ class Vqa(Distilled, WritingTask):
         )
 
     @torch.no_grad()
-    def predict(self, batch: VqaBatch, how: Predict | None = None) -> list[str]:
-        """Answer each question; `how` replaces the configuration's `predict`."""
-        return self.answer(self.remember(batch), how)
+    def predict(self, batch: VqaBatch, method: Predict | None = None) -> list[str]:
+        """Answer each question; `method` replaces the configuration's `predict`."""
+        return self.answer(self.remember(batch), method)
 
     @torch.no_grad()
-    def answer(self, memory: Memory, how: Predict | None = None) -> list[str]:
-        """Answer the question of each memory row; `how` replaces the configuration's `predict`."""
+    def answer(self, memory: Memory, method: Predict | None = None) -> list[str]:
+        """Answer each memory row's question; `method` replaces the configuration's `predict`."""
         config = self.config
-        if (how or config.predict) == "rank":
+        if (method or config.predict) == "rank":
             ranked = self.ranking()(memory)
             require_finite(ranked.log_probability)
             return [self.answers[index] for index in ranked.best.tolist()]
@@ -195,9 +195,9 @@ def build(
     if duplicates and distributed.rank() == 0:
         example = next(answer for answer in answers if answer not in task.answers)
         logger.warning(
-            "%d of %d answers have the word pieces of an earlier answer (spelled alike, cut at "
-            "task.data.max_answer %d, or unknown words), which replaces them; for example %r",
-            *(duplicates, len(answers), data.max_answer, example),
+            f"{duplicates} of {len(answers)} answers have the word pieces of an earlier answer, "
+            f"which replaces them, for example {example!r}: they are spelled in the same way, "
+            f"truncated at task.data.max_answer {data.max_answer}, or unknown words"
         )
     task.init_decoder(parts)
     return task, task.dataset(data.train, data.limit).batches(data, batch, seed)
