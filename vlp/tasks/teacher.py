@@ -31,8 +31,8 @@ _PREFIX = "teacher."
 
 def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that autocast casts, by name: of linear and convolutional layers."""
-    named = list(module.named_parameters(remove_duplicate=False))
-    uses = Counter(id(parameter) for _, parameter in named)
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    uses = Counter(id(parameter) for _, parameter in parameters)
     cast_ids = {
         id(parameter)
         for layer in module.modules()
@@ -41,7 +41,9 @@ def half_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     }
     # A weight tied to an embedding has two names, and stays float32, as embeddings do.
     return {
-        name: weight for name, weight in named if id(weight) in cast_ids and uses[id(weight)] == 1
+        name: weight
+        for name, weight in parameters
+        if id(weight) in cast_ids and uses[id(weight)] == 1
     }
 
 
