@@ -6,6 +6,7 @@ Commands import lazily, so that help and errors need no PyTorch.
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import warnings
@@ -119,6 +120,10 @@ def _open_standard_streams() -> None:
             os.set_inheritable(number, True)  # dup2 does nothing to the number itself
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a terminal without UTF-8 cannot show all captions
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Command(TyperCommand):

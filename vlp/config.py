@@ -34,6 +34,8 @@ class ConfigError(Redacted, ValueError):
 def _require_local(path: str) -> str:
     if as_url(path) is not None:
         raise ValueError(f"{path} is a URL; this key takes a local path")
+    if path.startswith("~/"):
+        raise ValueError(f"~ is not replaced here; write {os.path.expanduser(path)}")
     return path
 
 

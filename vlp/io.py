@@ -95,9 +95,11 @@ def as_url(path: object) -> str | None:
 
 
 def require_local(path: Path) -> None:
-    """Raise OSError for a URL, which would else be written to as a local folder `s3:`."""
+    """Raise OSError for a URL or ~, else a local folder `s3:` or `~` would be written to."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
+    if path.parts[:1] == ("~",):
+        raise OSError(errno.EINVAL, "the shell has not replaced ~; write $HOME", str(path))
 
 
 def similar_path(path: str | Path) -> str:

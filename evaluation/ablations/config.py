@@ -138,6 +138,8 @@ class AblationConfig(Config):
         evaluations = ("scenes", "measured", "fine_tuned", "frozen")
         if len(selected := [key for key in evaluations if getattr(self, key) is not None]) > 1:
             raise ValueError(f"{' and '.join(selected)} are mutually exclusive: set one")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("a seed is named twice: its run would count as two")
         variants = set()
         for table in self.tables:
             variants |= {table.reference, *(row.variant for row in table.rows)}

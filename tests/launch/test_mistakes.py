@@ -40,6 +40,8 @@ MISTAKES = [
     (TRAIN + "data.vocabulary=./nowhere", "vlp data vocabulary"),
     (TRAIN + "data.features=nowhere objectives.mim=null", "vlp data features"),
     (TRAIN + "init_from=run", "run/model"),
+    (TRAIN + "output=~/new", "~ is not replaced here"),
+    ("data scenes --out ~/new --train 3", "the shell has not replaced ~"),
     ("train --config own.yaml output=note.txt", "note.txt"),
     ("train --config own.yaml output=run", "--resume"),
     (TRAIN + "objectives.itm.group=3", "objectives.itm.group=2"),

@@ -41,6 +41,12 @@ def test_nothing_that_is_known(tmp_path, refused):
     assert "save a spreadsheet as CSV" in refused(place)
 
 
+def test_captions_are_printed_on_a_terminal_without_their_letters(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "latin-1"))
+    place = write(tmp_path / "mine", {**pairs(), "photo 00.txt": "\u65e5".encode()})
+    assert main(["import", str(place), "--out", str(tmp_path / "out")]) == 0
+
+
 def test_out_is_the_place(tmp_path, capsys):
     place = write(tmp_path / "mine", pairs())
     assert main(["import", str(place), "--out", str(place)]) == 2

@@ -367,6 +367,7 @@ def test_minutes_a_run_give_all_encodings_the_steps_of_the_slowest(folder, capsy
         (["--encodings", "irpe-product:q:k"], "give roles and each option once"),
         (["--encodings", "irpe-product:k:mode=biss"], "irpe-product.*mode.*biss"),
         (["--reference", "sape"], "unknown variants sape"),
+        (["--seeds", "0,0"], "a seed is named twice"),
         (["training.step=3"], "did you mean 'training.steps'"),
         (["--plugin", "gone.py"], "plugin .*gone.py: there is no such file"),
     ],
