@@ -213,7 +213,7 @@ def _gallery_store(model: str, shards: list[str], limit: int | None) -> tuple[Pa
         cache.mkdir(0o700, parents=True, exist_ok=True)
         cache.chmod(0o700)  # fails if the folder is another user's
         folder = local_folder(model)
-        source = "\n".join([*map(os.path.realpath, [folder, *shards]), str(limit)])
+        source = "\n".join([*(os.path.realpath(path) for path in (folder, *shards)), str(limit)])
         name = f"page-{hashlib.sha256(source.encode()).hexdigest()[:16]}.npz"
         return cache / name, f"{job_key(job, folder, {})} {limits()}"
     return None

@@ -70,8 +70,8 @@ class Gallery:
         with suppress(OSError):  # such as a full disk
             if store is not None:
                 with atomic_write(store[0]) as file:
-                    arrays = {"features": self._features.cpu(), "samples": self._sample_indices}
-                    np.savez(file, inputs=store[1], **arrays)
+                    features, samples = self._features.cpu().numpy(), self._sample_indices
+                    np.savez(file, inputs=store[1], features=features, samples=samples)
 
     def _read(self, file: Path, inputs: str) -> bool:
         """Read stored features; return False if they are missing, damaged or of other inputs."""
