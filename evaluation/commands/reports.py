@@ -213,7 +213,8 @@ def _gallery_store(model: str, shards: list[str], limit: int | None) -> tuple[Pa
         cache.mkdir(0o700, parents=True, exist_ok=True)
         cache.chmod(0o700)  # fails if the folder is another user's
         folder = local_folder(model)
-        source = "\n".join([*(os.path.realpath(path) for path in (folder, *shards)), str(limit)])
+        paths = [str(folder), *shards]
+        source = "\n".join([*(os.path.realpath(path) for path in paths), str(limit)])
         name = f"page-{hashlib.sha256(source.encode()).hexdigest()[:16]}.npz"
         return cache / name, f"{job_key(job, folder, {})} {limits()}"
     return None
