@@ -31,8 +31,16 @@ with StopSignals(grace=1.0) as stop:
 
 def outcome(script, *arguments):
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=20, check=False, preexec_fn=heed_signals
+    )
     return done.returncode, done.stderr
+
+
+def heed_signals():
+    """Undo what a child inherits of `nohup` and of a shell's `&`."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])

@@ -77,7 +77,7 @@ class TestModel:
     def test_the_order_of_widgets_means_nothing(self, name):
         net, given = model(named(name), trees=10).double(), batch()
         order = torch.tensor([3, 0, 4, 1, 2])
-        fields = ("boxes", "kinds", "clickable", "words", "resources", "trees", "real")
+        fields = ("boxes", "kinds", "clickable", "words", "resources", "trees", "widget_mask")
         other = given._replace(**{field: getattr(given, field)[:, order] for field in fields})
         places = order.argsort()[given.targets[:, 1]]
         other = other._replace(targets=torch.stack([given.targets[:, 0], places], -1))
@@ -89,7 +89,8 @@ class TestModel:
         changed = given.boxes.clone()
         changed[0, 3:] = 0.9
         torch.testing.assert_close(
-            net(given._replace(real=real)), net(given._replace(real=real, boxes=changed))
+            net(given._replace(widget_mask=real)),
+            net(given._replace(widget_mask=real, boxes=changed)),
         )
         assert not torch.allclose(net(given), net(given._replace(boxes=changed)))
 
