@@ -347,17 +347,17 @@ class OnBoth(PositionEncoding):
     ("make", "arguments", "options", "message"),
     [
         (vit, ("irpe",), {}, "unknown position encoding 'irpe' .*; known: .*irpe-product"),
-        (vit, ("anchor",), {}, "anchor lies between an image and a text"),
-        (swin, ("uniform",), {}, "uniform lies between an image and a text"),
-        (vit, (OnInputs,), {}, "OnInputs acts on inputs; timm models"),
-        (swin, (OnBoth,), {}, "OnBoth acts on bias, tokens; timm models"),
-        (vit, ("irpe-product", "x"), {}, "irpe-product: on='x' is not made of letters of 'qkv'"),
-        (vit, ("irpe-product", ""), {}, "on='' is not"),
-        (vit, ("irpe-product", "kk"), {}, "on='kk' is not"),
+        (vit, ("anchor",), {}, "anchor acts between an image and a text"),
+        (swin, ("uniform",), {}, "uniform acts between an image and a text"),
+        (vit, (OnInputs,), {}, "OnInputs has the hooks inputs; an attached"),
+        (swin, (OnBoth,), {}, "OnBoth has the hooks bias, tokens; an"),
+        (vit, ("irpe-product", "x"), {}, "irpe-product: on='x' must be different letters of 'qkv'"),
+        (vit, ("irpe-product", ""), {}, "on='' must be"),
+        (vit, ("irpe-product", "kk"), {}, "on='kk' must be"),
         (vit, ("learned-2d", "k"), {}, "learned-2d has no choice of .*: on='k'"),
         (vit, ("sape", "qv"), {}, "sape acts on queries and keys, not on='qv'"),
-        (vit, ("sape", "q"), {"mode": "key"}, "on='q' and mode='key' at once"),
-        (vit, ("irpe-product", "k"), {"roles": ("query",)}, r"on='k' and roles=.* at once"),
+        (vit, ("sape", "q"), {"mode": "key"}, "on='q' and mode='key' exclude"),
+        (vit, ("irpe-product", "k"), {"roles": ("query",)}, r"on='k' and roles=.* exclude"),
         (vit, ("irpe-product", "v"), {"mode": "bias"}, "bias mode has no encoding on values"),
         (vit, ("irpe-product",), {"groups": 2}, "'irpe-product': .*'groups'"),
         (vit, ("irpe-product", "k", "lose"), {}, "absolute is 'keep' or 'drop', not 'lose'"),
@@ -386,8 +386,8 @@ def test_other_models_and_layers_are_refused_by_name():
     for model, name, message in (
         (nn.Linear(2, 2), "irpe-product", "Linear has no layer of attention"),
         (wrapped, "irpe-product", "FeatureGetterNet is not among .* before anything wraps"),
-        (vit(block_fn=ParallelScalingBlock), "irpe-product", "ScalingBlock has no layer of att"),
-        (mixed, "irpe-product", "Block has OtherAttention"),
+        (vit(block_fn=ParallelScalingBlock), "irpe-product", "ScalingBlock without a layer of att"),
+        (mixed, "irpe-product", "Block with OtherAttention"),
         (other_swin, "learned-2d", "learned-2d acts on .* not OtherEmbed"),
         (vit(patch_drop_rate=0.25), "irpe-product", r"irpe-product .*patch_drop_rate 0\.25"),
     ):
@@ -428,11 +428,11 @@ def test_classes_and_functions_make_encodings():
         with pytest.raises(ValueError, match=message):
             attach(vit(), Scaled, **options)
     for make, message in (
-        (create_position("alibi-2d", heads=2), "a DirectionalDistance is no .* every layer"),
-        (nn.Linear(2, 2), "a Linear is no encoding to be made: give its name or class, a module"),
-        (nn.Identity, "Identity is no encoding to be made: give its name or class, a module is"),
-        (dict, "dict is no encoding to be made"),
-        (None, "a NoneType is no encoding to be made"),
+        (create_position("alibi-2d", heads=2), "a DirectionalDistance cannot .* each layer"),
+        (nn.Linear(2, 2), "a Linear cannot be attached: give the name or the class"),
+        (nn.Identity, "Identity cannot be attached: give the name or the class"),
+        (dict, "dict cannot be attached"),
+        (None, "a NoneType cannot be attached"),
         (lambda: nn.Identity(), "<lambda> makes no PositionEncoding, but Identity"),
     ):
         with pytest.raises(TypeError, match=message):

@@ -77,11 +77,11 @@ def test_a_token_score_needs_projected_tokens():
 
 def test_weights_in_bf16_are_prepared():
     model = strong("ace", ("anchor",), dtype=torch.float32)
-    expected = ITMScorer(model).shifts
+    expected = ITMScorer(model).tables
     for part in model.modules():
         if isinstance(part, torch.nn.Linear):
             part.weight.data = part.weight.data.bfloat16()
-    for shift, right in zip(ITMScorer(model).shifts, expected, strict=True):
+    for shift, right in zip(ITMScorer(model).tables, expected, strict=True):
         torch.testing.assert_close(shift.query, right.query, rtol=0.02, atol=0.02)
 
 

@@ -51,8 +51,6 @@ def test_slopes_of_the_authors_code(heads):
 def test_bias_is_equation_12(grid, ratio):
     expected = by_loop(*grid, slopes(HEADS, ratio).tolist())
     torch.testing.assert_close(bias(*grid, HEADS, ratio), expected, rtol=0, atol=1e-14)
-    half = bias(*grid, HEADS, ratio, dtype=torch.bfloat16)
-    assert torch.equal(half, bias(*grid, HEADS, ratio).bfloat16())  # rounded once, at the end
 
 
 @pytest.mark.parametrize("grid", [(3, 4), (4, 2), (1, 5)])

@@ -372,7 +372,7 @@ def test_it_trains_in_the_cross_modal_encoder(name):
         ({"position": ["alignment", "uniform"]}, "`alignment` and `uniform` exclude each other"),
         ({"position": ["anchor", "anchor-soft"]}, "names an encoding twice: anchor, anchor"),
         ({"position": ["anchor-soft"], "anchor": 5}, "should be a valid dictionary"),
-        ({**ace(tau=5, unreachable="far")}, "far is of hard anchors"),
+        ({**ace(tau=5, unreachable="far")}, "far needs hard anchors"),
         ({"position": ["anchor-sof"]}, "did you mean 'anchor-soft'"),
     ],
 )

@@ -147,7 +147,7 @@ def test_quantization_is_bound_to_its_grid():
     position = filled("quantization", grid=(2, 3))
     with pytest.raises(ValueError, match=r"irpe-quantization .* 2 x 3 grid .* over to 3 x 2"):
         position("bias", *states(6), PositionContext((3, 2)))
-    with pytest.raises(ValueError, match="needs that grid"):
+    with pytest.raises(ValueError, match="set the option grid"):
         filled("quantization")
     for option in ({"variant": "squared"}, {"universe": "global"}):
         position = filled("quantization", **option)
@@ -159,7 +159,7 @@ def test_quantization_is_bound_to_its_grid():
     [
         ("product", {"pre_round": True}, "outside of irpe-euclidean"),
         ("cross", {"variant": "squared"}, "outside of irpe-quantization"),
-        ("euclidean", {"universe": "global"}, "where distances are not ranked"),
+        ("euclidean", {"universe": "global"}, "if distances are not ranked"),
         ("quantization", {"universe": "global", "variant": "squared"}, "are not ranked"),
         ("euclidean", {"q_ids_transposed": True, "roles": ("query",)}, "have no direction"),
         ("product", {"q_ids_transposed": True, "roles": ("key", "value")}, "without the role que"),

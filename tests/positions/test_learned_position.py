@@ -54,7 +54,7 @@ def test_grids_and_tokens_that_do_not_fit_are_named():
     raster, grid = (create_position(f"learned-{n}d", width=4, grid=(2, 3)) for n in (1, 2))
     x = torch.zeros(1, 6, 4)
     raster("tokens", x, PositionContext((2, 3)))
-    with pytest.raises(ValueError, match="learned-1d was made for a 2 x 3 grid, not 3 x 2"):
+    with pytest.raises(ValueError, match="learned-1d has a table for a 2 x 3 grid, not 3 x 2"):
         raster("tokens", x, PositionContext((3, 2)))
     for rows, columns in ((3, 2), (1, 4)):
         with pytest.raises(ValueError, match=f"a 2 x 3 grid, not for {rows} x {columns}"):

@@ -94,7 +94,7 @@ def test_an_own_encoding_in_the_cross_modal_encoder(tmp_path):
     cross = plugin(tmp_path, "own_cross", "OwnCross", ", cross_modal=True")
     load_plugins([plugin(tmp_path), cross])
     assert "own-cross" in CROSS_MODAL
-    with pytest.raises(ValueError, match="own-cross lies between an image and a text"):
+    with pytest.raises(ValueError, match="own-cross acts between an image and a text"):
         attach(vit(), "own-cross")
     cross = TINY_MODEL["cross"] | {
         "position": ["own-bias", "own-cross"],

@@ -176,7 +176,7 @@ def test_tokens_of_another_kind_are_an_error(form):
     with pytest.raises(ValueError, match=r"head width 8, not \(7, 4\) and \(7, 4\)"):
         position("rotate", query[..., :4], key[..., :4], context)
     if form is RotarySequence:
-        with pytest.raises(ValueError, match="rope-1d: 7 tokens of which 8 are prefix"):
+        with pytest.raises(ValueError, match="rope-1d: 8 prefix tokens are more than the 7 tokens"):
             position("rotate", query, key, PositionContext(prefix_tokens=8))
         return
     with pytest.raises(ValueError, match=r"a 3 x 3 grid are 10 tokens .* not 7"):

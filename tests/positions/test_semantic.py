@@ -352,7 +352,7 @@ def test_impossible_inputs_of_cope_are_named():
     with pytest.raises(ValueError, match=r"CoPE takes .* \(2, 2, 5, 4\) and \(3, 5\)"):
         cope_bias(query, key, torch.zeros(3, 5).double())
     position = ContextualPosition(WIDTH, HEADS, 6)
-    with pytest.raises(ValueError, match="cope: 5 queries and 4 keys, 1 of them prefix"):
+    with pytest.raises(ValueError, match="not 5 queries and 4 keys with 1 prefix"):
         position("bias", query, key[:, :, 1:], PositionContext(None, 1))
-    with pytest.raises(ValueError, match="cope: 5 queries and 5 keys, 6 of them prefix"):
+    with pytest.raises(ValueError, match="not 5 queries and 5 keys with 6 prefix"):
         position("bias", query, key, PositionContext(None, 6))

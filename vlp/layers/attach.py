@@ -48,7 +48,7 @@ def attach(
     checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
     before; `torch.jit.script` does not. Timm's `no_weight_decay` includes the encodings' tables.
     Encodings that are bound to one grid raise on another. Under activation checkpointing a backward
-    pass must not hold images of two grids with equally many patches, such as 2 x 8 and 4 x 4.
+    pass must not be of images on two grids with the same number of patches, as 2 x 8 and 4 x 4.
 
     Args:
         model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT
@@ -73,36 +73,41 @@ def attach(
         raise ValueError(f"fused is True, False or None, not {fused!r}")
     from vlp.layers.backbones.adapters import attention_sizes
 
-    adapter, encoding = _adapter(model), _Encoding(name, on, options)
+    adapter, factory = _adapter(model), _EncodingFactory(name, on, options)
     layers = adapter.layers()
     weight, _, heads = attention_sizes(layers[0])
-    first = encoding(weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid)
-    on_tokens = encoding.acts_on_tokens(first)
+    token_encoding = factory.create(
+        weight, model.training, width=adapter.width, heads=heads, grid=adapter.grid
+    )
+    on_tokens = factory.acts_on_tokens(token_encoding)
     if on_tokens:
-        adapter.require_token_encodings(encoding.name)
+        adapter.require_token_encodings(factory.name)
     elif adapter.patch_drop_rate:
         raise ValueError(
-            f"{encoding.name} needs whole grids, but patch_drop_rate {adapter.patch_drop_rate} "
+            f"{factory.name} needs whole grids, but patch_drop_rate {adapter.patch_drop_rate} "
             "drops patches: create the model without it"
         )
     is_positioned = any("positions" in layer._modules for layer in layers)
     if fused is not None and on_tokens and not is_positioned:
         raise ValueError(
             f"fused={fused!r} is about attention with encodings, and this model has none: "
-            f"{encoding.name} acts on tokens"
+            f"{factory.name} acts on tokens"
         )
-    per_layer = []
+    layer_encodings = []
     for layer in () if on_tokens else layers:
         weight, width, heads = attention_sizes(layer)
-        sizes = {"width": width, "heads": heads, "grid": adapter.layer_grid(layer)}
-        per_layer.append(encoding(weight, layer.training, **sizes))
+        grid = adapter.layer_grid(layer)
+        layer_encodings.append(
+            factory.create(weight, layer.training, width=width, heads=heads, grid=grid)
+        )
 
     # The model is unchanged so far, and from here on nothing fails.
     adapter.prepare()
     if on_tokens:
-        adapter.add_token_encoding(first)
-    for layer, position in zip(layers, per_layer, strict=False):
-        adapter.add_attention_encoding(layer, position)
+        adapter.add_token_encoding(token_encoding)
+    # Without encodings for layers this loop does nothing.
+    for layer, encoding in zip(layers, layer_encodings, strict=False):
+        adapter.add_attention_encoding(layer, encoding)
     if absolute == "drop":
         adapter.drop()
     if fused is not None:
@@ -148,23 +153,24 @@ def _refusal(model: nn.Module) -> str:
     )
 
 
-class _Encoding:
+class _EncodingFactory:
     """Factory of an encoding's modules, from a registered name, a class or a function."""
 
     def __init__(self, name: str | Factory, on: str | None, options: Mapping[str, Any]) -> None:
         """Check the name and the roles."""
-        invalid = isinstance(name, type) and not issubclass(name, PositionEncoding)
-        if invalid or isinstance(name, nn.Module) or not (isinstance(name, str) or callable(name)):
+        is_other_class = isinstance(name, type) and not issubclass(name, PositionEncoding)
+        is_factory = isinstance(name, str) or (callable(name) and not isinstance(name, nn.Module))
+        if is_other_class or not is_factory:
             label = name.__name__ if isinstance(name, type) else f"a {type(name).__name__}"
             raise TypeError(
-                f"{label} is no encoding to be made: give its name or class, a module is made for "
-                "every layer"
+                f"{label} cannot be attached: give the name or the class of an encoding, of which "
+                "each layer gets a module"
             )
         self.checks_options = False
         if isinstance(name, str):
             if name in CROSS_MODAL:
                 raise ValueError(
-                    f"{name} lies between an image and a text; a vision model has no text"
+                    f"{name} acts between an image and a text, and a vision model has no text"
                 )
             # `create_position` checks the options.
             self.make: Factory = partial(create_position, name)
@@ -178,8 +184,8 @@ class _Encoding:
             self.checks_options = isinstance(name, type) and not has_kwargs
         self.options = place_roles(self.name, on, options, self.option_names)
 
-    def __call__(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
-        """Create a module from its options among `sizes`, with a weight's device and dtype."""
+    def create(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
+        """Create a module with its options among `sizes`, and a weight's device and dtype."""
         fitting_sizes = {size: value for size, value in sizes.items() if size in self.option_names}
         options = {**fitting_sizes, **self.options}
         if self.checks_options:
@@ -195,7 +201,7 @@ class _Encoding:
         """Return whether an encoding acts on the tokens, not in layers of attention."""
         if "inputs" in encoding.hooks or ("tokens" in encoding.hooks and len(encoding.hooks) > 1):
             raise ValueError(
-                f"{self.name} acts on {', '.join(sorted(encoding.hooks))}; timm models have places "
-                "for encodings of tokens alone, or of rotate, bias and value"
+                f"{self.name} has the hooks {', '.join(sorted(encoding.hooks))}; an attached "
+                "encoding may have tokens alone, or rotate, bias and value"
             )
         return "tokens" in encoding.hooks

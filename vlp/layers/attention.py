@@ -23,7 +23,7 @@ from vlp.positions.base import (
 logger = logging.getLogger(__name__)
 
 Fused = bool | None
-# Context of tokens that have none: enough for encodings with a grid in their options.
+# Enough for encodings with a grid in their options.
 NO_CONTEXT = PositionContext()
 
 
@@ -50,20 +50,20 @@ def attend(
         fused: use scaled_dot_product_attention unless a `value` hook needs the probabilities; None:
             fused on accelerators, explicit on CPU.
         dropout: probability of dropping an attention weight.
-        probabilities: on the explicit path, a module that gets the attention weights in place of
-            dropout, so that forward hooks may read or replace them.
+        probabilities: module that the attention weights pass through in place of dropout (explicit
+            path only), so that its forward hooks may read or replace them.
         scale: of the products of queries and keys, but not of biases; None: 1 / sqrt(head width).
     """
-    positions = list(encodings)
+    encodings = list(encodings)
     context = NO_CONTEXT if context is None else context
-    for encoding in _select_by_hook(positions, "rotate"):
+    for encoding in select_by_hook(encodings, "rotate"):
         query, key = call_method(encoding, PositionEncoding.rotate, query, key, context)
-    for encoding in _select_by_hook(positions, "bias"):
+    for encoding in select_by_hook(encodings, "bias"):
         term = call_method(encoding, PositionEncoding.bias, query, key, context)
         if term is not None:
             bias = term if bias is None else bias + term
     bias = None if bias is None else _clamp_float16(bias.to(query.dtype))
-    value_encodings = _select_by_hook(positions, "value")
+    value_encodings = select_by_hook(encodings, "value")
     # On CPU the fused backward is slow in bf16. FlexAttention with tables was slower than a dense
     # bias (docs/results/gpu.md).
     fused = off_cpu(query) if fused is None else fused
@@ -99,7 +99,7 @@ def mask_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bias of 0 where a boolean mask is True, the lowest number where it is False."""
     # Not -inf: where a query may attend to no key, the output is the values' mean, not NaN.
     lowest = torch.finfo(dtype).min
-    # lowest - lowest * mask in one GPU kernel, which takes a scalar on the CPU as an argument.
+    # lowest - lowest * mask in one GPU kernel, which takes a 0-d CPU tensor as an argument.
     return torch.add(torch.tensor(lowest, dtype=dtype, device="cpu"), mask, alpha=-lowest)
 
 
@@ -110,7 +110,7 @@ def _clamp_float16(logits: Tensor) -> Tensor:
     return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def _select_by_hook(encodings: Iterable[nn.Module], hook: str) -> list[nn.Module]:
+def select_by_hook(encodings: Iterable[nn.Module], hook: str) -> list[nn.Module]:
     """Return the encodings that have a hook, in order."""
     return [encoding for encoding in encodings if hook in hooks_of(encoding)]
 
@@ -174,22 +174,22 @@ class Attention(nn.Module):
         """
         context = NO_CONTEXT if context is None else context
         states = cast_once(states)
-        source = states if context_states is None else cast_once(context_states)
+        key_states = states if context_states is None else cast_once(context_states)
         if self._uses_kernel(states):
             (encoding,) = self.positions
             out = call_method(
                 encoding,
                 PositionEncoding.attend,
                 self.query(states),
-                self.key(source),
-                self.value(source),
+                self.key(key_states),
+                self.value(key_states),
                 self._weights(),
                 mask,
                 context,
                 self.scale,
             )
             return out if self.output is None else self.output(out)
-        query, key, value = self._project_inputs(states, source, projected, context)
+        query, key, value = self._project_inputs(states, key_states, projected, context)
         out = attend(
             self.split_heads(query),
             self.split_heads(key),
@@ -215,30 +215,32 @@ class Attention(nn.Module):
     def _project_inputs(
         self,
         states: Tensor,
-        source: Tensor,
+        key_states: Tensor,
         projected: tuple[Tensor, Tensor] | None,
         context: PositionContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, (B, tokens, width) each, after the hooks `inputs`."""
         query = states
-        key, value = (source, source) if projected is None else projected
+        key, value = (key_states, key_states) if projected is None else projected
         if projected is not None:
             context = replace(context, projections=(self.key.weight, self.value.weight))
-        for encoding in _select_by_hook(self.positions, "inputs"):
+        for encoding in select_by_hook(self.positions, "inputs"):
             query, key, value = call_method(
                 encoding, PositionEncoding.inputs, query, key, value, context
             )
-        # Queries first: the order of projections is that in which gradients are summed.
+        # Queries first: gradients are summed in the order of projections.
         query = self.query(query)
-        return (query, key, value) if projected else (query, self.key(key), self.value(value))
+        if projected is not None:
+            return query, key, value
+        return query, self.key(key), self.value(value)
 
     def project(self, context_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `projected` keys and values of (B, K, width) that several calls may share."""
+        """Project (B, K, width) to the `projected` keys and values that several calls may share."""
         return self.key(context_states), self.value(context_states)
 
     @property
     def shares_keys(self) -> bool:
-        """Return whether calls may share results of `project` and pass a part of the queries."""
+        """Return whether calls may share results of `project` and attend from some queries."""
         return all(has_fast_path(encoding, "shares_keys") for encoding in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
@@ -256,28 +258,29 @@ class Attention(nn.Module):
         kernels = [encoding for encoding in self.positions if has_fast_path(encoding, "has_kernel")]
         if not kernels or not on_gpu(states) or self.fused is False:
             return False
-        # Without the hooks `bias` and `value` SDPA serves as well.
+        # Without the hooks `bias` and `value`, SDPA is fused as well.
         if hooks_of(kernels[0]) == {"inputs"}:
             return False
         is_alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
-        width = self.query.out_features // self.heads
-        supported = is_alone and width <= 256 and states.dtype != torch.float64 and has_triton()
-        if not supported:
-            _log_explicit(width, len(self.positions), states.dtype)
-        return supported
+        head_width = self.query.out_features // self.heads
+        is_supported = head_width <= 256 and states.dtype != torch.float64 and has_triton()
+        if not (is_alone and is_supported):
+            _log_explicit(head_width, len(self.positions), states.dtype)
+        return is_alone and is_supported
 
 
 @log_once
-def _log_explicit(width: int, encodings: int, dtype: torch.dtype) -> None:
+def _log_explicit(head_width: int, encodings: int, dtype: torch.dtype) -> None:
     logger.info(
-        "attention with ACE-RPE runs unfused: its kernel needs Triton, %s, and no other encoding "
-        "in the layer; this layer has heads of width %d, %s and %d encodings",
-        "heads of at most 256 channels, no float64", width, dtype, encodings,
-    )  # fmt: skip
+        "attention with ACE-RPE runs unfused: its kernel needs Triton, heads of at most 256 "
+        "channels, no float64 and no other encoding in the layer; this layer has heads of width "
+        "%d, %s and %d encodings",
+        *(head_width, dtype, encodings),
+    )
 
 
 class Past:
-    """Cache of a layer's keys and values, (B, heads, T, head width), or None before any token."""
+    """Cache of a layer's keys and values, (B, heads, T, head width) each; None while empty."""
 
     def __init__(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
         self.key, self.value = key, value
@@ -292,7 +295,7 @@ class Past:
 class CausalAttention(nn.Module):
     """Self-attention of every token to itself and to earlier tokens.
 
-    Without encodings, or with `rotate` hooks alone, it runs in PyTorch's fused causal kernel.
+    Without encodings, or with `rotate` hooks alone, it uses PyTorch's fused causal kernel.
 
     Args:
         width: channels of the states.
@@ -353,15 +356,14 @@ class CausalAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, context: PositionContext
     ) -> Tensor:
-        encodings = list(self.positions)
         # The fused kernel's backward pass is slow in half precision on a CPU.
-        slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
-        if slow or any(hooks_of(encoding) - {"rotate"} for encoding in encodings):
+        is_slow = query.device.type == "cpu" and query.dtype not in (torch.float32, torch.float64)
+        if is_slow or any(hooks_of(encoding) - {"rotate"} for encoding in self.positions):
             tokens = query.shape[-2]
             mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
             bias = mask_bias(mask, query.dtype)
-            return attend(query, key, value, encodings, context, bias, scale=self.scale)
-        for encoding in encodings:
+            return attend(query, key, value, self.positions, context, bias, scale=self.scale)
+        for encoding in self.positions:
             query, key = call_method(encoding, PositionEncoding.rotate, query, key, context)
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=self.scale

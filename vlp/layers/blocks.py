@@ -19,12 +19,12 @@ from vlp.positions.sine import sinusoid
 Layer = Callable[[Tensor], Tensor]
 
 
-def activate_and_project(wide: Tensor, activation: Layer, linear: Layer) -> Tensor:
-    """Compute linear(activation(wide)): (..., intermediate) -> (..., width).
+def activate_and_project(x: Tensor, activation: Layer, linear: Layer) -> Tensor:
+    """Compute linear(activation(x)): (..., intermediate) -> (..., width).
 
     On a GPU the activation is recomputed in the backward pass, not saved.
     """
-    active = activation(wide)
+    active = activation(x)
     # The compiler itself decides what to recompute.
     if not active.is_cuda or torch.compiler.is_compiling():
         return linear(active)
@@ -35,7 +35,7 @@ def activate_and_project(wide: Tensor, activation: Layer, linear: Layer) -> Tens
         return tensor.shape if tensor.data_ptr() == address else tensor
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
-        return packed if isinstance(packed, Tensor) else activation(wide).view(packed)
+        return packed if isinstance(packed, Tensor) else activation(x).view(packed)
 
     with saved_tensors_hooks(pack, unpack):
         return linear(active)
@@ -92,8 +92,8 @@ class PostNormLayer(nn.Module):
 class CrossLayer(nn.Module):
     """Cross-modal layer, with the same weights for both streams.
 
-    Self-attention, cross-attention, feed-forward: each is added, then normalised. They are separate
-    methods, as both streams finish self-attention before either attends to the other.
+    The outputs of self-attention, cross-attention and feed-forward are each added to the states,
+    which are then normalised. Both streams finish `self_attend` before `cross_attend`.
 
     Args:
         width: channels of the states.
@@ -137,12 +137,11 @@ class CrossLayer(nn.Module):
         index: Tensor | None = None,
     ) -> Tensor:
         """Run self-attention: (B, T, width) -> (B, T, width), or of tokens `index` (B, Q) alone."""
-        if index is None:
-            attended = self.attention(states, mask=mask, context=context)
-        else:
-            source, states = states, gather_tokens(states, index)
-            attended = self.attention(states, source, mask=mask, context=context)
-        return self.attention_norm(states + self.dropout(attended))
+        queries = states if index is None else gather_tokens(states, index)
+        # None, not `states`, so that queries, keys and values share one cast.
+        key_states = None if index is None else states
+        attended = self.attention(queries, key_states, mask=mask, context=context)
+        return self.attention_norm(queries + self.dropout(attended))
 
     def cross_attend(
         self,
@@ -162,7 +161,7 @@ class CrossLayer(nn.Module):
         return self.add_cross_attention(states, attended)
 
     def project(self, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `projected` keys and values of (B, K, width) for `cross_attend`."""
+        """Project (B, K, width) to the `projected` keys and values of `cross_attend`."""
         return self.cross_attention.project(other)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:
@@ -182,8 +181,8 @@ SINE_BASE = 100.0
 class TextEmbedding(nn.Module):
     """Word, position and type embeddings, added and normalised.
 
-    Words and types are initialised as in BERT. Positions start as sinusoids with `sines` times the
-    root mean square of the word embeddings, or for 0 as in BERT.
+    Words and types are initialised as in BERT. Positions are initialised as sinusoids with `sines`
+    times the root mean square of the word embeddings, or, if it is 0, as in BERT.
     """
 
     def __init__(
@@ -196,23 +195,23 @@ class TextEmbedding(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         for table in (self.word, self.token_type):
             nn.init.normal_(table.weight, std=INIT_STD)
-        self._start_positions(sines)
+        self._initialise_positions(sines)
 
     def no_weight_decay(self) -> set[str]:
         """Return the name of the position table, which is exempt from weight decay."""
         return {"position.weight"}
 
     @torch.no_grad()
-    def _start_positions(self, strength: float) -> None:
-        if not strength:
+    def _initialise_positions(self, amplitude: float) -> None:
+        if not amplitude:
             nn.init.normal_(self.position.weight, std=INIT_STD)
             return
-        # With small positions word order is learned last; with large positions all texts look alike
-        # at first (docs/results/anchors.md).
-        sines = sinusoid(
-            torch.arange(len(self.position.weight)), self.word.embedding_dim, SINE_BASE
-        )
-        self.position.weight.copy_(strength * INIT_STD * 2**0.5 * sines)
+        # With small positions word order is learned last; with large positions all texts have
+        # similar features at first (docs/results/anchors.md).
+        positions = torch.arange(len(self.position.weight))
+        sines = sinusoid(positions, self.word.embedding_dim, SINE_BASE)
+        # The root mean square of a sinusoid is 1 / sqrt(2).
+        self.position.weight.copy_(amplitude * INIT_STD * 2**0.5 * sines)
 
     def forward(self, text_ids: Tensor) -> Tensor:
         """Embed (B, N) int64 -> (B, N, width)."""
@@ -248,8 +247,8 @@ def pool_states(states: Tensor, pooling: Pooling, mask: Tensor | None = None) ->
         if mask is None:
             parts.append(states[:, 1:].mean(1))
         else:
-            share = mask / mask.sum(1, keepdim=True).clamp(min=1)
-            parts.append(torch.einsum("bn,bnc->bc", share.to(states.dtype), states))
+            weights = mask / mask.sum(1, keepdim=True).clamp(min=1)
+            parts.append(torch.einsum("bn,bnc->bc", weights.to(states.dtype), states))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 

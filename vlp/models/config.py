@@ -26,7 +26,7 @@ Intermediate = Annotated[
 ]
 Role = Literal["query", "key", "value"]
 Dropout = Annotated[float, Field(ge=0, lt=1)]
-# Positions of both streams that are no names of `list_positions`.
+# Names in `cross.position` that stand for an encoding with options, in both streams.
 SHORTHANDS = ("ape", "rpe")
 SOFT_ANCHOR = "anchor-soft"
 # Tau of Eq. 4 with which soft anchors outperform hard anchors on photographs.
@@ -81,8 +81,8 @@ class AnchorOptions(Config):
     )
     unreachable: Unreachable = Field(
         "zero",
-        description="with hard anchors, path from a word to a patch without an anchor in reach: "
-        "zero, or far, the longest possible path (papers.md#ace-a15)",
+        description="path between a word and a patch without an anchor in reach, if anchors are "
+        "hard: zero, or far, the longest possible path (papers.md#ace-a15)",
     )
 
     @model_validator(mode="after")
@@ -91,7 +91,7 @@ class AnchorOptions(Config):
         patch_window_reach(self.patch_window)
         if self.unreachable == "far" and self.tau is not None:
             raise ValueError(
-                "unreachable: far is of hard anchors (tau: null); soft anchors reach every patch"
+                "unreachable: far needs hard anchors (tau: null), as soft anchors reach every patch"
             )
         if not self.roles or len(set(self.roles)) < len(self.roles):
             raise ValueError(f"roles must name query, key, value once each, not {self.roles}")
@@ -101,12 +101,15 @@ class AnchorOptions(Config):
 class CrossConfig(Config):
     """Cross-modal encoder of post-norm layers: self-attention, cross-attention, feed-forward block.
 
-    `position` lists encodings, possibly several (paper, Tables 1 and 2): `anchor` is ACE-RPE,
-    `anchor-soft` the same with soft anchors (stored as `options.anchor.tau: 5`), `uniform` its
-    baseline with all paths 1, `alignment` adds a bias towards similar patches (beyond the paper),
-    `ape` adds learned positions to both streams, `rpe` is contextual iRPE-product on queries and
-    keys in the self-attention of each stream. Every other name of
-    `vlp.positions.list_positions()` acts on each stream alone; a text is a grid of one row.
+    `position` lists encodings of the cross-attention or of each stream (paper, Tables 1 and 2):
+
+    - `anchor`: ACE-RPE. `anchor-soft`: the same with soft anchors, stored as
+      `options.anchor.tau: 5`. `uniform`: its baseline, in which all paths are 1.
+    - `alignment`: a bias of the cross-attention towards similar patches (not from the paper).
+    - `ape`: learned positions, added to the tokens of both streams.
+    - `rpe`: contextual iRPE-product on queries and keys in the self-attention of both streams.
+    - Other names of `vlp.positions.list_positions()` act on each stream alone; a text is a grid of
+      one row.
     """
 
     layers: Count = Field(6, description="number of layers")
@@ -155,12 +158,14 @@ class CrossConfig(Config):
     @property
     def reads_padding(self) -> bool:
         """Return whether an encoding may depend on padding or on the padded length."""
+        # Of other encodings this is not known.
         return not {*self.position} <= {*BUILT_IN, *SHORTHANDS}
 
     @model_validator(mode="before")
     @classmethod
-    def _replace_soft(cls, values: Any) -> Any:
-        """Replace `anchor-soft` by `anchor` and a tau, unless one is configured."""
+    def _replace_soft_anchor(cls, values: Any) -> Any:
+        """Replace `anchor-soft` by `anchor` and the option tau, unless tau is configured."""
+        # Values of a wrong type are left to the field's validation.
         position = values.get("position") if isinstance(values, Mapping) else None
         if not isinstance(position, list | tuple) or SOFT_ANCHOR not in position:
             return values
@@ -168,9 +173,9 @@ class CrossConfig(Config):
         anchor = options.get("anchor", {}) if isinstance(options, Mapping) else None
         if not isinstance(anchor, Mapping):
             return values
-        soft = {**anchor, "tau": anchor.get("tau") or SOFT_TAU}
+        soft_anchor = {**anchor, "tau": anchor.get("tau") or SOFT_TAU}
         names = ["anchor" if name == SOFT_ANCHOR else name for name in position]
-        return {**values, "position": names, "options": {**options, "anchor": soft}}
+        return {**values, "position": names, "options": {**options, "anchor": soft_anchor}}
 
     @model_validator(mode="after")
     def _require_consistent(self) -> CrossConfig:
@@ -178,14 +183,13 @@ class CrossConfig(Config):
             anchor = self.anchor_options
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
+            key = ".".join(["options", "anchor", *map(str, first["loc"])])
             message = first["msg"].removeprefix("Value error, ")
             if first["type"] == "extra_forbidden":
-                fields = tuple(AnchorOptions.model_fields)
-                message = "unknown option" + (
-                    suggestion(name, fields) or "; there are " + ", ".join(fields)
-                )
-            raise ValueError(f"options.anchor{name and f'.{name}'}: {message}") from error
+                options = tuple(AnchorOptions.model_fields)
+                hint = suggestion(str(first["loc"][0]), options)
+                message = f"unknown option{hint or '; choose among ' + ', '.join(options)}"
+            raise ValueError(f"{key}: {message}") from error
         if self.token_score and anchor.features == "encoder":
             raise ValueError(
                 "token_score reads projected tokens: set options.anchor.features=projected"
@@ -200,7 +204,7 @@ class CrossConfig(Config):
         if not set(self.position) <= set(available):
             available = (*SHORTHANDS, SOFT_ANCHOR, *list_positions())
         if unknown := [name for name in self.position if name not in available]:
-            hint = suggestion(unknown[0], available) or f"; there are {', '.join(available)}"
+            hint = suggestion(unknown[0], available) or f"; choose among {', '.join(available)}"
             raise ValueError(f"position {unknown[0]!r} is unknown{hint}")
         # A variant without anchors may inherit their options.
         configurable = {*self.position, "anchor"} - {*SHORTHANDS, "uniform"}
@@ -239,9 +243,8 @@ class TextConfig(Config):
         None,
         description="BERT-like tower of transformers: the content of its config.json, with "
         "model_type, or the folder or hub name of a config.json, which is read when the model is "
-        "made; null: a BERT with the sizes below, which loads BERT and MiniLM exactly",
+        "created; null: a BERT with the sizes below, which loads BERT and MiniLM exactly",
     )
-
     vocab_size: int = Field(30522, ge=8, description="word pieces of the vocabulary")
     width: int = Field(768, ge=1, description="channels of a token")
     layers: int = Field(6, ge=0, description="number of layers")
@@ -362,17 +365,17 @@ class ImageConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _architecture_options(cls, values: Any) -> Any:
+    def _move_architecture_options(cls, values: Any) -> Any:
         """Move `architecture_options` into the mapping of `architecture`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
-        options, tower = values["architecture_options"], values.get("architecture")
-        plain = {key: value for key, value in values.items() if key != "architecture_options"}
+        others = {key: value for key, value in values.items() if key != "architecture_options"}
+        options, tower_name = values["architecture_options"], values.get("architecture")
         if not options:
-            return plain
-        if not isinstance(tower, str):
+            return others
+        if not isinstance(tower_name, str):
             raise ValueError("architecture_options: name the tower in architecture")
-        return plain | {"architecture": {"name": tower, **options}}
+        return others | {"architecture": {"name": tower_name, **options}}
 
     @model_validator(mode="after")
     def _require_consistent(self) -> ImageConfig:
@@ -383,7 +386,7 @@ class ImageConfig(Config):
         if self.tower_grid[0] % self.pool:
             raise ValueError(f"pool {self.pool} does not divide the {self.tower_grid[0]} patches")
         if isinstance(self.architecture, Mapping) and "name" not in self.architecture:
-            raise ValueError("architecture: a mapping needs timm's `name`")
+            raise ValueError("architecture: a mapping needs the key `name`, timm's model name")
         if self.pooled_layers > 1 and not self.architecture:
             raise ValueError("pooled_layers above 1 needs a tower: name it in architecture")
         if not isinstance(self.position, str) and self.width % 4:
@@ -410,7 +413,7 @@ class ImageConfig(Config):
 
     @property
     def summary_tokens(self) -> int:
-        """Return the number of pooled states that `ImageEncoder.tower` appends to its tokens."""
+        """Return the number of summary tokens that `ImageEncoder.tower` appends to its tokens."""
         return (self.pooled_layers - 1) * pooled_width(self.pooling, 1)
 
     @property

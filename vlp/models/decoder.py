@@ -46,13 +46,10 @@ class AnswerDecoderConfig(Config):
 
 
 class Memory(NamedTuple):
-    """Keys and values of each decoder layer, (B, heads, N, head width) each.
+    """Keys and values of the cross-attention of each decoder layer."""
 
-    bias: (B, 1, 1, N), large and negative at padding; None without padding.
-    """
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    bias: Tensor | None
+    layers: tuple[tuple[Tensor, Tensor], ...]  # (B, heads, N, head width) each
+    bias: Tensor | None  # (B, 1, 1, N), large and negative at padding; None without padding
 
     def select(self, rows: Tensor) -> Memory:
         """Select rows (int64), with repetitions."""
@@ -61,7 +58,7 @@ class Memory(NamedTuple):
 
 
 class MemoryAttention(nn.Module):
-    """Cross-attention with keys and values computed once for all tokens and answers."""
+    """Cross-attention to keys and values that `project` computes once for all answers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -87,7 +84,7 @@ class MemoryAttention(nn.Module):
 class AnswerLayer(nn.Module):
     """Post-norm causal self-attention, cross-attention and feed-forward block.
 
-    Parameters have the names of `CrossLayer`, from which a decoder may start.
+    Parameters have the names of `CrossLayer`, as a decoder may be initialised from such layers.
     """
 
     def __init__(self, width: int, heads: int, intermediate: int) -> None:
@@ -109,7 +106,7 @@ class AnswerLayer(nn.Module):
 
 
 class AnswerDecoder(nn.Module):
-    """Autoregressive text decoder; padding after a text changes nothing before it.
+    """Autoregressive text decoder; padding after a text does not change the states before it.
 
     head: output layer that maps states (..., width) and word embeddings (vocabulary, width) to
     logits, as `MLMHead` does (tied embedding, Press and Wolf 2017).
@@ -140,7 +137,10 @@ class AnswerDecoder(nn.Module):
         self.head = head
 
     def remember(self, states: Tensor, mask: Tensor | None = None) -> Memory:
-        """Project encoder states (B, N, width) for all layers; mask: (B, N) bool, True = real."""
+        """Project encoder states (B, N, width) to each layer's keys and values.
+
+        mask: (B, N) bool, True = not padding; None: no padding.
+        """
         attentions = [part for part in self.modules() if isinstance(part, MemoryAttention)]
         layers = tuple(attention.project(states) for attention in attentions)
         bias = None if mask is None else mask_bias(mask, layers[0][0].dtype)[:, None, None]
@@ -158,16 +158,17 @@ class AnswerDecoder(nn.Module):
         Args:
             ids: (B, L) int64, [CLS] first.
             memory: of B rows.
-            embedding: of the text encoder; not read if the decoder has an embedding of its own.
-            pasts: each layer's cached keys and values of all tokens but the last; the last token's
-                are appended, and only its state is returned.
+            embedding: of the text encoder; not read if `config.embedding` is `own`.
+            pasts: each layer's cached keys and values of all tokens but the last. Those of the last
+                token are appended, and only its state is returned.
         """
         states = self._text_embedding(embedding)(ids)
         if pasts is not None:
             states = states[:, -1:]
         for number, layer in enumerate(self.layers):
+            key, value = memory.layers[number]
             past = None if pasts is None else pasts[number]
-            states = layer(states, *memory.layers[number], memory.bias, past)
+            states = layer(states, key, value, memory.bias, past)
         return states
 
     def logits(self, states: Tensor, embedding: TextEmbedding) -> Tensor:
@@ -179,12 +180,12 @@ class AnswerDecoder(nn.Module):
         return embedding if self.embedding is None else self.embedding
 
 
-# Parameters that a BERT (`_CROSS`) or any encoder (`_HEAD`) lacks.
+# Parameters that a BERT lacks, and that every encoder lacks.
 _CROSS = (r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
 _HEAD = r"head\."
 
 
-def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
+def initialise_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
     """Initialise layers and embedding as configured; the caller initialises the head."""
     config = decoder.config
     if model.config.text.architecture:
@@ -196,18 +197,18 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
     if decoder.embedding is not None:
         state = model.text_encoder.embedding.state_dict()
         embedding = {f"embedding.{name}": tensor for name, tensor in state.items()}
-    # Weights of another number of heads have the same shapes and compute something else.
+    # Weights of another number of heads have the same shapes, but another function.
     heads = config.heads or model.config.cross.heads
     if config.weights is not None:
         bert = read_bert(config.weights)
         if bert.settings is not None:
             sizes = [("num_attention_heads", "decoder.heads", heads)]
             check_bert_settings(bert.settings, sizes, config.weights)
-        # The word embedding comes from the text encoder, which was pretrained further.
+        # BERT's word embedding is not used: the text encoder's was pretrained further.
         layers, unused = last_bert_layers(
             bert.state, len(decoder.layers), config.weights, "decoder.layers"
         )
-        initial = list(_CROSS)
+        initial_parts = list(_CROSS)
         source = f"{config.weights} -> answer decoder"
     elif config.start == "cross":
         if heads != model.config.cross.heads:
@@ -215,20 +216,23 @@ def start_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadReport]:
                 f"decoder.heads={heads} does not fit decoder.start=cross: the cross-modal encoder "
                 f"has {model.config.cross.heads} heads; set decoder.heads=null"
             )
-        layers, unused, initial = _cross_layers(decoder, model)
+        layers, unused, initial_parts = _cross_layers(decoder, model)
         source = "cross-modal encoder -> answer decoder"
     else:
-        layers, unused, initial = {}, [], [r"layers\."]
+        layers, unused, initial_parts = {}, [], [r"layers\."]
         source = "text encoder -> answer decoder"
     if not embedding and not layers:
         return []
-    return [copy_weights(decoder, embedding | layers, source, unused, (_HEAD, *initial))]
+    return [copy_weights(decoder, embedding | layers, source, unused, (_HEAD, *initial_parts))]
 
 
 def _cross_layers(
     decoder: AnswerDecoder, model: VLPModel
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return weights by the decoder's names, unused names, and patterns of the other layers."""
+    """Return the cross-modal encoder's layers by the decoder's names, and its unused weights.
+
+    Last, patterns of the decoder's layers beyond the encoder's.
+    """
     target = decoder.state_dict()
     weights: dict[str, Tensor] = {}
     unused = []
@@ -237,19 +241,16 @@ def _cross_layers(
             weights[name] = tensor
         else:
             unused.append(name)
-    layers = {int(name.split(".")[1]) for name in weights}
-    width = model.config.text.width
-    for number in layers:
-        # A layout without an output projection equals the identity as projection.
+    numbers = {int(name.split(".")[1]) for name in weights}
+    for number in numbers:
+        # Layouts `ace` and `text` have no output projection: the identity is equivalent.
         output = f"layers.{number}.cross_attention.output"
         if f"{output}.weight" not in weights:
-            initial = target[f"{output}.weight"]
-            weights[f"{output}.weight"] = torch.eye(
-                width, dtype=initial.dtype, device=initial.device
-            )
+            identity = torch.eye(model.config.text.width)
+            weights[f"{output}.weight"] = identity.to(target[f"{output}.weight"])
             weights[f"{output}.bias"] = torch.zeros_like(target[f"{output}.bias"])
-    without = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in layers]
-    return weights, unused, without
+    others = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in numbers]
+    return weights, unused, others
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -267,14 +268,14 @@ def beam_search(
 ) -> Tensor:
     """Return the best sequence of every row: (rows, at most `length`) ids, padded with `end`.
 
-    Scores are log-probabilities over ((5 + tokens) / 6) ^ penalty (Wu et al. 2016, Eq. 14); the end
-    counts as a token. One beam is greedy decoding.
+    A sequence's score is its log-probability over ((5 + tokens) / 6) ^ penalty (Wu et al. 2016, Eq.
+    14); the end counts as a token. One beam is greedy decoding.
 
     Args:
-        step: function of ids (rows * beams, t), `start` first, and parents (rows * beams,), to
-            log-probabilities of the next id (rows * beams, vocabulary). parents[i] is the index of
-            the sequence in the previous call that sequence i continues. A row's beams are adjacent;
-            their number may vary between calls.
+        step: function of ids (rows * beams, t), `start` first, and parents (rows * beams,), that
+            returns log-probabilities of the next id (rows * beams, vocabulary). Sequence i
+            continues sequence parents[i] of the previous call. A row's beams are adjacent; the
+            first call has one beam per row.
         rows: number of independent searches.
         start, end: ids of the first token and of the end.
         length: maximum number of ids after the first.
@@ -283,43 +284,43 @@ def beam_search(
     if beams < 1 or length < 1:
         raise ValueError(f"beam search needs at least 1 beam and 1 token, not {beams} and {length}")
     ids = torch.full((rows, 1, 1), start, device=device)
-    parent = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+    parent_beam = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(rows, 1, device=device)
-    finished = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    beam_count = 1
+    has_ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
+    parent_beams = 1
     for _ in range(length):
-        if bool(finished.all()):
+        if bool(has_ended.all()):
             break
-        # `parent` counts within a row of the previous call, which had `beam_count` beams.
-        parents = parent + beam_count * torch.arange(rows, device=device)[:, None]
-        beam_count = ids.shape[1]
+        # `parent_beam` counts within a row, which had `parent_beams` beams in the previous call.
+        parents = parent_beam + parent_beams * torch.arange(rows, device=device)[:, None]
+        parent_beams = ids.shape[1]
         next_scores = step(ids.flatten(0, 1), parents.flatten())
         next_scores = next_scores.unflatten(0, (rows, -1)).to(scores.dtype)
         vocabulary = next_scores.shape[-1]
-        # A finished sequence only continues with the end token, at no cost.
+        # A sequence that has ended only continues with the end token, at no cost.
         end_scores = torch.full((vocabulary,), -torch.inf, device=device)
         end_scores[end] = 0
-        next_scores = torch.where(finished[..., None], end_scores, next_scores)
+        next_scores = torch.where(has_ended[..., None], end_scores, next_scores)
         # Growing beams compete by plain log-probability; the length penalty picks the result.
         total = (scores[..., None] + next_scores).flatten(1)
         scores, best = total.topk(min(beams, total.shape[1]), dim=1)
-        parent, token = best // vocabulary, best % vocabulary
-        ids = torch.cat([ids.take_along_dim(parent[..., None], 1), token[..., None]], -1)
-        finished = finished.take_along_dim(parent, 1) | (token == end)
-    # A NaN is the highest score of `topk`, and stays.
+        parent_beam, token = best // vocabulary, best % vocabulary
+        ids = torch.cat([ids.take_along_dim(parent_beam[..., None], 1), token[..., None]], -1)
+        has_ended = has_ended.take_along_dim(parent_beam, 1) | (token == end)
+    # `topk` ranks NaN highest, so a NaN of any step is still among the scores.
     require_finite(scores.amax(1))
-    # The end counts once, its repetitions are padding.
-    tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + finished
+    # The end counts once; its repetitions are padding.
+    tokens = ids.shape[-1] - 1 - (ids[..., 1:] == end).sum(-1) + has_ended
     best_beam = (scores / ((5 + tokens) / 6) ** penalty).argmax(1)
     return ids.take_along_dim(best_beam[:, None, None], 1)[:, 0, 1:]
 
 
 class SpecialIds(NamedTuple):
-    """Ids of a text's first token (`start`) and end; `suppressed` ids are never generated."""
+    """Ids of a text's first token and of its end."""
 
     start: int
     end: int
-    suppressed: tuple[int, ...] = ()
+    suppressed: tuple[int, ...] = ()  # never generated
 
 
 @torch.no_grad()
@@ -332,9 +333,9 @@ def generate(
     beams: int = 1,
     penalty: float = 0.6,
 ) -> Tensor:
-    """Generate a text for each of B memory rows: (B, at most `length`) ids, padded with the end.
+    """Generate a text for each of B memory rows, without the start.
 
-    The start is not part of the result.
+    Returns (B, at most `length`) int64 ids, padded with the end. Arguments as in `beam_search`.
     """
     rows, device = len(memory.layers[0][0]), memory.layers[0][0].device
     beam_memory, pasts = memory, [Past() for _ in decoder.layers]
@@ -345,7 +346,7 @@ def generate(
         if len(ids) != len(beam_memory.layers[0][0]):
             beam_rows = torch.arange(rows, device=device).repeat_interleave(len(ids) // rows)
             beam_memory = memory.select(beam_rows)
-        # The first call has no cache yet.
+        # In the first call caches are empty.
         if ids.shape[1] > 1:
             pasts = [_select_past(past, parents) for past in pasts]
         states = decoder(ids, beam_memory, embedding, pasts)
@@ -365,14 +366,11 @@ def _select_past(past: Past, parents: Tensor) -> Past:
 
 
 class Likelihood(NamedTuple):
-    """Log-probability of each text with its end, (rows,), in nats.
+    """Likelihood of each text with its end, (rows,) each."""
 
-    correct: (rows,) number of tokens that have the highest logit; tokens: (rows,) number of tokens.
-    """
-
-    log_probability: Tensor
-    correct: Tensor
-    tokens: Tensor
+    log_probability: Tensor  # in nats
+    correct: Tensor  # number of tokens that have the highest logit
+    tokens: Tensor  # number of tokens
 
 
 def answer_logits(
@@ -383,7 +381,7 @@ def answer_logits(
     pad_id: int,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """Compute logits (R, vocabulary) of the R predicted tokens, as `answer_likelihood`."""
+    """Compute logits (R, vocabulary) of R predicted tokens; arguments as in `answer_likelihood`."""
     positions = predicted_positions(ids, pad_id) if positions is None else positions
     states = decoder(ids[:, :-1], memory, embedding)
     # The output layer is the most expensive one: leave padding out.
@@ -397,7 +395,7 @@ def answer_likelihood(
     embedding: TextEmbedding,
     pad_id: int,
     smoothing: float = 0.0,
-    soft: Tensor | None = None,
+    soft_target: Tensor | None = None,
     alpha: float = 0.0,
     positions: Tensor | None = None,
 ) -> Likelihood:
@@ -406,9 +404,8 @@ def answer_likelihood(
     Args:
         ids: (rows, L) int64, [CLS] ... [SEP] and padding.
         smoothing: label smoothing; the result is then the negative smoothed cross-entropy.
-        soft: (R, vocabulary) predictions of a teacher for the R predicted tokens, rows that sum
-            to 1.
-        alpha: weight of `soft` in each token's target.
+        soft_target: (R, vocabulary), a teacher's probabilities for the R predicted tokens.
+        alpha: weight of `soft_target` in each token's target.
         positions: (R,) `predicted_positions`; None computes them, which waits for a GPU.
     """
     positions = predicted_positions(ids, pad_id) if positions is None else positions
@@ -416,48 +413,46 @@ def answer_likelihood(
     tokens = ids[:, 1:]
     targets = tokens.flatten()[positions]
     scores = -functional.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
-    if soft is not None:
-        scores = (1 - alpha) * scores - alpha * functional.cross_entropy(
-            logits, soft, reduction="none"
-        )
+    if soft_target is not None:
+        soft_losses = functional.cross_entropy(logits, soft_target, reduction="none")
+        scores = (1 - alpha) * scores - alpha * soft_losses
 
-    def by_text(values: Tensor) -> Tensor:
+    def sum_by_text(values: Tensor) -> Tensor:
         by_position = values.new_zeros(tokens.numel()).index_copy(0, positions, values)
         return by_position.view_as(tokens).sum(1)
 
     correct = logits.argmax(-1) == targets
-    return Likelihood(by_text(scores), by_text(correct), (tokens != pad_id).sum(1))
+    return Likelihood(sum_by_text(scores), sum_by_text(correct), (tokens != pad_id).sum(1))
 
 
 # ALBEF's k for the 3,128 answers of VQA v2.
 CANDIDATES = 128
 
 # Maximum number of logits in memory: 256 MiB in float32.
-LOGITS = 2**26
+MAX_LOGITS = 2**26
 
 # Answers in a round of the exact search.
 _ROUND = 32
 # Log-probabilities that differ less, in nats, count as equal.
-_ROUNDING = 1e-4
+_TOLERANCE = 1e-4
 
 
-class Ranked(NamedTuple):
-    """best (B,) int64 indices of answers, and log_probability (B,) of each."""
+class BestAnswers(NamedTuple):
+    """The best answer of each of B rows."""
 
-    best: Tensor
-    log_probability: Tensor
+    best: Tensor  # (B,) int64 index of the answer
+    log_probability: Tensor  # (B,) in nats
 
 
 class AnswerRanking:
-    """Ranking of answers for each memory row by full likelihood.
+    """Ranking of answers for each memory row by the likelihood of all their tokens.
 
     Args:
         decoder: in evaluation mode.
         answers: (A, L) int64, [CLS] ... [SEP] and padding, unique, by falling frequency: of equally
             likely answers (within 1e-4 nats) the first wins.
-        candidates: number of answers, chosen by their first token's probability, that are ranked;
-            None: all of them.
-        logits: maximum number in memory (tokens of several answers times the vocabulary).
+        candidates: number of answers to rank, those with the likeliest first tokens; None: all.
+        max_logits: maximum number of logits in memory (tokens of answers times the vocabulary).
     """
 
     def __init__(
@@ -467,7 +462,7 @@ class AnswerRanking:
         embedding: TextEmbedding,
         pad_id: int,
         candidates: int | None = CANDIDATES,
-        logits: int = LOGITS,
+        max_logits: int = MAX_LOGITS,
     ) -> None:
         if not len(answers) or (candidates is not None and candidates < 1):
             raise ValueError(
@@ -479,76 +474,78 @@ class AnswerRanking:
         self._tokens = (answers != pad_id).sum(1)
         self._exact = candidates is None
         self._round = min(candidates or _ROUND, len(answers))
-        self._max_tokens = logits // embedding.word.num_embeddings
+        self._max_tokens = max_logits // embedding.word.num_embeddings
 
     @torch.no_grad()
-    def __call__(self, memory: Memory) -> Ranked:
+    def __call__(self, memory: Memory) -> BestAnswers:
         """Return the best answer of each of the B rows."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
-        first_scores = self._first_tokens(memory, len(rows))
+        first_scores = self._first_token_scores(memory, len(rows))
         first_scores, order = first_scores.sort(dim=1, descending=True, stable=True)
         # No answer yet: a larger index than any answer's, which `amin` never chooses.
         best = torch.full_like(rows, len(self._answers))
-        scores = torch.full_like(first_scores[:, 0], -torch.inf)
+        best_scores = torch.full_like(first_scores[:, 0], -torch.inf)
         for start in range(0, len(self._answers) if self._exact else self._round, self._round):
             # An answer is never likelier than its first token: a row is decided once no first
             # token of the remaining answers reaches its best score.
-            undecided = rows[first_scores[:, start] + _ROUNDING >= scores]
+            undecided = rows[first_scores[:, start] + _TOLERANCE >= best_scores]
             if not len(undecided):
                 break
             candidates = order[undecided, start : start + self._round]
-            new_scores = self._likelihoods(memory, undecided, candidates)
+            scores = self._scores(memory, undecided, candidates)
             # The first column is the best answer of earlier rounds.
-            new_scores = torch.cat([scores[undecided][:, None], new_scores], 1)
+            scores = torch.cat([best_scores[undecided][:, None], scores], 1)
             candidates = torch.cat([best[undecided][:, None], candidates], 1)
-            top = new_scores.amax(1)
-            scores[undecided] = top
-            lower = new_scores + _ROUNDING < top[:, None]
-            best[undecided] = candidates.masked_fill(lower, len(self._answers)).amin(1)
-        return Ranked(best, scores)
+            top = scores.amax(1)
+            best_scores[undecided] = top
+            is_lower = scores + _TOLERANCE < top[:, None]
+            best[undecided] = candidates.masked_fill(is_lower, len(self._answers)).amin(1)
+        return BestAnswers(best, best_scores)
 
     @torch.no_grad()
     def likelihoods(self, memory: Memory) -> Tensor:
         """Compute each answer's log-probability for B rows, (B, A); -inf if it is no candidate."""
         rows = torch.arange(len(memory.layers[0][0]), device=self._answers.device)
-        first_scores = self._first_tokens(memory, len(rows))
+        first_scores = self._first_token_scores(memory, len(rows))
         candidates = first_scores.argsort(dim=1, descending=True, stable=True)
         if not self._exact:
             candidates = candidates[:, : self._round]
-        scores = self._likelihoods(memory, rows, candidates)
+        scores = self._scores(memory, rows, candidates)
         return torch.full_like(first_scores, -torch.inf).scatter(1, candidates, scores)
 
-    def _first_tokens(self, memory: Memory, rows: int) -> Tensor:
+    def _first_token_scores(self, memory: Memory, rows: int) -> Tensor:
         """Compute the log-probability of each answer's first token, (B, A)."""
         start = self._answers[:1, :1].expand(rows, 1)
         states = self._decoder(start, memory, self._embedding)[:, 0]
         logits = at_least_float32(self._decoder.logits(states, self._embedding))
         return logits.log_softmax(-1)[:, self._answers[:, 1]]
 
-    def _likelihoods(self, memory: Memory, rows: Tensor, candidates: Tensor) -> Tensor:
-        """Compute log-probabilities (R, K) of answers by index, `candidates` (R, K).
+    def _scores(self, memory: Memory, rows: Tensor, candidates: Tensor) -> Tensor:
+        """Compute the log-probabilities (R, K) of K answers for each of R rows of the memory.
 
-        rows: (R,) rows of the memory. Answers of similar length share a batch.
+        rows: (R,) int64; candidates: (R, K) int64, indices of answers.
         """
         answers = candidates.flatten()
         memory_rows = rows.repeat_interleave(candidates.shape[1])
-        order = self._tokens[answers].argsort(stable=True)
-        parts = []
-        for chunk in _chunks(self._tokens[answers[order]].tolist(), self._max_tokens):
-            indices = order[chunk]
-            # The last answer of a chunk is the longest.
-            ids = self._answers[answers[indices], : int(self._tokens[answers[indices[-1]]])]
-            chunk_memory = memory.select(memory_rows[indices])
+        # Answers of similar length share a batch.
+        lengths, order = self._tokens[answers].sort(stable=True)
+        chunk_scores = []
+        for chunk in _chunks(lengths.tolist(), self._max_tokens):
+            indices, longest = order[chunk], int(lengths[chunk][-1])
             likelihood = answer_likelihood(
-                self._decoder, chunk_memory, ids, self._embedding, self._pad_id
+                self._decoder,
+                memory.select(memory_rows[indices]),
+                self._answers[answers[indices], :longest],
+                self._embedding,
+                self._pad_id,
             )
-            parts.append(likelihood.log_probability)
-        scores = torch.cat(parts)
+            chunk_scores.append(likelihood.log_probability)
+        scores = torch.cat(chunk_scores)
         return torch.empty_like(scores).index_copy(0, order, scores).view(candidates.shape)
 
 
 def _chunks(lengths: list[int], max_tokens: int) -> Iterator[slice]:
-    """Split ascending lengths into chunks of at most `max_tokens` with padding, or of one text."""
+    """Yield slices of ascending lengths, of at most `max_tokens` with padding, or of one text."""
     start = 0
     for stop in range(1, len(lengths) + 1):
         if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > max_tokens:

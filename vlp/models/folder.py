@@ -42,31 +42,28 @@ from vlp.models.vlp import VLPModel
 from vlp.positions import list_positions
 from vlp.positions.registry import plugins_of
 
-# Parts that a model and the folder it starts from need not share.
+# Weights that a model may have without its `init_from` folder, or the folder without the model.
 _OPTIONAL = rf"(text|image)_tokens\.|token_score\.|{ENCODINGS}\."
 
 MODEL_TYPE = "vlp"
 WEIGHTS, HEADS = "model.safetensors", "heads.safetensors"
 _TOWER = "image_encoder.vit."
-# Limits of what a stranger's `config.json` may allocate: tokens of a text or an image, and bytes
-# of buffers, such as tables of relative positions, beside any weights.
+# Limits of allocations by an untrusted `config.json`: tokens of a text or an image, and bytes of
+# buffers, such as tables of relative positions, in addition to the weights.
 _MAX_TOKENS = 2**16
-_MAX_TABLES = 2**30
+_MAX_TABLE_BYTES = 2**30
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class Loaded(NamedTuple):
-    """A model with its tokenizer (`text`: captions -> ids and masks) and preprocessing.
-
-    preprocess: PIL image -> (3, size, size) float32; heads: weights of the training's heads by
-    name, such as `mlm_head.bias`; folder: local folder of the files.
-    """
+    """A model with its tokenizer and preprocessing."""
 
     model: VLPModel
-    text: TextProcessor
-    preprocess: Preprocessing
+    text: TextProcessor  # captions -> ids and masks
+    preprocess: Preprocessing  # PIL image -> (3, size, size) float32
+    # Weights of the training's heads by name, such as `mlm_head.bias`.
     heads: Mapping[str, Tensor] = MappingProxyType({})
-    folder: Path | None = None
+    folder: Path | None = None  # local folder of the files
 
 
 def save_pretrained(
@@ -96,14 +93,14 @@ def save_model(folder: Path, config: ModelConfig, state: Mapping[str, Tensor]) -
 
 def save_sizes(folder: Path, config: ModelConfig) -> None:
     """Write a folder's `config.json`."""
+    values = config.model_dump(mode="json")
     # The folder's weights replace public weights.
-    plain = config.model_dump(mode="json")
     for part in ("text", "image", "cross"):
-        plain[part]["weights"] = None
-    names = (*config.cross.position, *config.image.positions)
-    plugins = plugins_of(name for name in names if name not in SHORTHANDS)
+        values[part]["weights"] = None
+    encodings = (*config.cross.position, *config.image.positions)
+    plugins = plugins_of(name for name in encodings if name not in SHORTHANDS)
     header = {"model_type": MODEL_TYPE} | ({"plugins": plugins} if plugins else {})
-    write_json(folder / CONFIG, header | plain)
+    write_json(folder / CONFIG, header | values)
 
 
 def from_pretrained(
@@ -157,18 +154,18 @@ def to_device(
     try:
         module = module.to(device=device, dtype=torch_dtype)
     except (RuntimeError, AssertionError) as error:
-        devices = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise ValueError(
-            f"device {str(device)!r} cannot be used here; there are {', '.join(devices)}"
+            f"device {str(device)!r} cannot be used here; choose among {', '.join(devices)}"
         ) from error
+    # Thresholds stay in float32, like the similarities that they are compared with.
     for model, threshold in zip(models, thresholds):
-        # It stays in float32, like the similarities that it is compared with.
         model.anchor_threshold = threshold.to(model.anchor_threshold.device)
     return module
 
 
 def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
-    """Read a folder's model, in evaluation mode on the CPU; config replaces `config.json`."""
+    """Read a folder's model, in evaluation mode on the CPU; `config` replaces `config.json`."""
     require_model(folder)
     config_file, weights_file = folder / CONFIG, folder / WEIGHTS
     config = config or read_config(config_file)
@@ -186,7 +183,10 @@ def read_model(folder: Path, config: ModelConfig | None = None) -> VLPModel:
 
 
 def require_model(folder: Path, name: str | Path | None = None) -> None:
-    """Require a folder's model; the error calls the folder `name` and hints to a model nearby."""
+    """Require that a folder is a model folder; the error names a model folder nearby, if any.
+
+    name: of the folder in messages; None: its path.
+    """
     missing = [file for file in (CONFIG, WEIGHTS) if not (folder / file).is_file()]
     if not missing:
         return
@@ -194,9 +194,12 @@ def require_model(folder: Path, name: str | Path | None = None) -> None:
     message = f"{name} is not a model folder: {missing[0]} is missing"
     if (folder / "state.json").is_file():
         steps = folder.name.removeprefix("step_")
-        message += f"; of a checkpoint, its run writes one with --resume training.steps={steps}"
+        message += (
+            "; it is a checkpoint: to write its model folder, run the training again with --resume "
+            f"training.steps={steps}"
+        )
     elif (folder / "model" / CONFIG).is_file():
-        message += f"; {Path(name) / 'model'} is one"
+        message += f"; give {Path(name) / 'model'}"
     raise FileNotFoundError(message)
 
 
@@ -209,80 +212,84 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
     another image size, positions are resampled and encoding tables carried over
     (`vlp.positions.carry_over`).
     """
-    folder = local_folder(folder_or_name)
+    folder, source = local_folder(folder_or_name), str(folder_or_name)
     require_model(folder, folder_or_name)
     state, trained_config = _read_weights(folder / WEIGHTS), read_config(folder / CONFIG)
     try:
         weights, resized, unused = carry_encodings(model, trained_config, state)
     except ValueError as error:
-        raise ValueError(f"{folder_or_name}: {error}") from error
+        raise ValueError(f"{source}: {error}") from error
     match_is_trained = bool(state["match_head.bias"].any()) if "match_head.bias" in state else True
-    check_folder(model.config, trained_config, str(folder_or_name), folder, match_is_trained)
+    check_folder(model.config, trained_config, source, folder, match_is_trained)
     target = model.state_dict()
     # Parts of the model that keep their initialisation although the folder has them.
-    initial: tuple[str, ...] = ()
+    initial_parts: tuple[str, ...] = ()
     if trained_config.cross.pooling != model.config.cross.pooling:
-        initial += (r"match_head\.",)
+        initial_parts += (r"match_head\.",)
     if model.config.cross.anchor_options.threshold is not None:
-        initial += (r"anchor_threshold$",)
+        initial_parts += (r"anchor_threshold$",)
     for name in list(weights):
-        if any(re.match(pattern, name) for pattern in initial) or (
-            name not in target and re.match(_OPTIONAL, name)
-        ):
+        is_initial = any(re.match(pattern, name) for pattern in initial_parts)
+        if is_initial or (name not in target and re.match(_OPTIONAL, name)):
             del weights[name]
             unused.append(name)
     factor = "token_score.factor"
     if factor in weights:
         # It is relative to `cross.token_score`, which may differ.
-        start = model.config.cross.token_score
-        weights[factor] = weights[factor] * (trained_config.cross.token_score / start)
+        ratio = trained_config.cross.token_score / model.config.cross.token_score
+        weights[factor] = weights[factor] * ratio
     positions = "image_encoder.vit.pos_embed"
     if model.config.image.architecture:
-        keys = {name: name.removeprefix(_TOWER) for name in weights if name.startswith(_TOWER)}
-        tower_state = fit_image_tower(
-            model.image_encoder.vit, {key: weights[name] for name, key in keys.items()}
-        )
-        tower = {name: tower_state[key] for name, key in keys.items() if key in tower_state}
-        resized = [name for name in tower if tower[name].shape != weights[name].shape] + resized
-        weights |= tower
+        tower_weights = _fit_tower(model, weights)
+        resized = [
+            *(name for name, part in tower_weights.items() if part.shape != weights[name].shape),
+            *resized,
+        ]
+        weights |= tower_weights
     elif positions in weights.keys() & target.keys() and (
         weights[positions].shape != target[positions].shape
     ):
-        weights[positions] = resample_positions(
-            weights[positions], model.config.image.tower_grid, str(folder_or_name)
-        )
+        grid = model.config.image.tower_grid
+        weights[positions] = resample_positions(weights[positions], grid, source)
         resized = [positions, *resized]
     notes = _option_notes(model.config, trained_config)
-    optional = (*initial, _OPTIONAL)
-    return copy_weights(model, weights, str(folder_or_name), unused, optional, resized, notes)
+    optional = (*initial_parts, _OPTIONAL)
+    return copy_weights(model, weights, source, unused, optional, resized, notes)
+
+
+def _fit_tower(model: VLPModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the image tower, in its sizes, by the model's names."""
+    names = [name for name in weights if name.startswith(_TOWER)]
+    tower_state = fit_image_tower(
+        model.image_encoder.vit, {name.removeprefix(_TOWER): weights[name] for name in names}
+    )
+    tower_weights = {f"{_TOWER}{key}": tensor for key, tensor in tower_state.items()}
+    return {name: tower_weights[name] for name in names if name in tower_weights}
 
 
 def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]:
-    """Note other options of an encoding, with which its trained tables compute something else."""
-    # `alignment` and `uniform` read the options of `anchor`.
-    common = [name for name in config.cross.position if name in trained_config.cross.position]
-    names = ("anchor" if name in ("alignment", "uniform") else name for name in common)
-    pairs = [
-        (f"cross.options.{name}", config.cross.options, trained_config.cross.options, name)
-        for name in dict.fromkeys(names)
-    ] + [
-        (f"image.positions.{name}", config.image.positions, trained_config.image.positions, name)
-        for name in config.image.positions
-        if name in trained_config.image.positions
-    ]
-    return [
-        f"{key} was {dict(theirs.get(name, {}))}, not {dict(ours.get(name, {}))}"
-        for key, ours, theirs, name in pairs
-        if ours.get(name, {}) != theirs.get(name, {})
-    ]
+    """Return notes of changed encoding options, with which trained tables have another effect."""
+    notes = []
+    cross, trained_cross = config.cross, trained_config.cross
+    for name in cross.position:
+        # `alignment` and `uniform` read the options of `anchor`.
+        key = "anchor" if name in ("alignment", "uniform") else name
+        options, trained_options = cross.options.get(key, {}), trained_cross.options.get(key, {})
+        if name in trained_cross.position and options != trained_options:
+            notes.append(f"cross.options.{key} was {dict(trained_options)}, not {dict(options)}")
+    for name, options in config.image.positions.items():
+        trained_options = trained_config.image.positions.get(name, options)
+        if options != trained_options:
+            notes.append(f"image.positions.{name} was {dict(trained_options)}, not {dict(options)}")
+    return list(dict.fromkeys(notes))
 
 
 def load_start(
     model: VLPModel, init_from: str | None = None, public: bool = True
 ) -> list[LoadReport]:
-    """Initialise a model from `init_from`; without it, if `public`, from public weights.
+    """Initialise a model from a model folder `init_from`, or else from configured public weights.
 
-    A model folder has all weights that public sources have, so those are not read.
+    public: False reads no public weights.
     """
     try:
         if init_from is not None:
@@ -293,7 +300,7 @@ def load_start(
 
 
 def read_heads(folder: Path) -> dict[str, Tensor]:
-    """Read the weights of a folder's heads, by name; empty without heads."""
+    """Read the weights of a folder's heads, by name; empty if it has no heads."""
     file = folder / HEADS
     return _read_weights(file) if file.is_file() else {}
 
@@ -306,36 +313,36 @@ def read_config(file: Path) -> ModelConfig:
 def plain_config(file: Path) -> dict[str, Any]:
     """Read the sizes in a folder's `config.json`, unvalidated."""
     try:
-        plain = parse_json(file.read_text(encoding="utf-8"))
+        values = parse_json(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{file}: a configuration is a mapping of keys, not {plain!r}")
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: a configuration is a mapping of keys, not {values!r}")
     # timm's folders have no `model_type`.
-    kind = plain.pop("model_type", plain.get("architecture", MODEL_TYPE))
-    if kind != MODEL_TYPE:
+    model_type = values.pop("model_type", values.get("architecture", MODEL_TYPE))
+    if model_type != MODEL_TYPE:
         raise ConfigError(
-            f"{file}: a model of kind {kind!r}, not {MODEL_TYPE!r}; `vlp align --image-tower DIR "
-            "--text-tower DIR` makes a model folder from an image and a text tower"
+            f"{file}: a model of type {model_type!r}, not {MODEL_TYPE!r}; `vlp align --image-tower "
+            "DIR --text-tower DIR` makes a model folder from an image and a text tower"
         )
-    require_plugins(plain.pop("plugins", {}), list_positions(), "encoding", file)
-    return plain
+    require_plugins(values.pop("plugins", {}), list_positions(), "encoding", file)
+    return values
 
 
 def _require_depth(values: Any, limit: int, file: Path) -> None:
     """Require that no number of layers exceeds the number of weights, before layers are built."""
-    settings = [("", values)]
-    while settings:
-        key, value = settings.pop()
+    stack = [("", values)]
+    while stack:
+        key, value = stack.pop()
         if isinstance(value, Mapping):
-            settings += ((f"{key}.{name}".removeprefix("."), part) for name, part in value.items())
+            stack += ((f"{key}.{name}".removeprefix("."), part) for name, part in value.items())
         elif isinstance(value, int) and re.search(r"(layers|depth)[^.]*$", key) and value > limit:
-            raise ConfigError(f"{file}: {key} is {value}, more than the weights hold")
+            raise ConfigError(f"{file}: {key} is {value}, more than the weights have")
 
 
-def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
-    """Require that the weights have the sizes of a model, before it takes memory."""
-    shapes = weight_shapes(weights)
+def _require_shapes(config: ModelConfig, file: Path, weights_file: Path) -> None:
+    """Require weights of a model's sizes, before the model takes memory."""
+    shapes = weight_shapes(weights_file)
     _require_depth(config.model_dump(), len(shapes), file)
     if max(config.text.max_tokens, prod(config.image.tower_grid)) > _MAX_TOKENS:
         raise ConfigError(
@@ -349,47 +356,54 @@ def _require_shapes(config: ModelConfig, file: Path, weights: Path) -> None:
     # Encodings and towers of other packages need not support meta tensors.
     except Exception:
         return
-    state, size = model.state_dict(), weights.stat().st_size
-    if sum(tensor.numel() for tensor in state.values()) > size:
+    state, file_bytes = model.state_dict(), weights_file.stat().st_size
+    # A stored number takes at least one byte.
+    if sum(tensor.numel() for tensor in state.values()) > file_bytes:
         raise ConfigError(
-            f"{weights} does not fit {file}: its {size} bytes cannot hold the model's weights"
+            f"{weights_file} does not fit {file}: its {file_bytes} bytes cannot hold the model's "
+            "weights"
         )
     for name, tensor in state.items():
         if name in shapes and list(tensor.shape) != shapes[name]:
             raise ConfigError(
-                f"{weights} does not fit {file}: {name} has the shape {shapes[name]}, not "
+                f"{weights_file} does not fit {file}: {name} has the shape {shapes[name]}, not "
                 f"{list(tensor.shape)}"
             )
-    tables = sum(buffer.nbytes for buffer in model.buffers())
-    if tables > _MAX_TABLES + 4 * size:
+    table_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    if table_bytes > _MAX_TABLE_BYTES + 4 * file_bytes:
         raise ConfigError(
-            f"{file}: its position tables take {tables / 1e9:.0f} GB, far more than the weights"
+            f"{file}: its position tables take {table_bytes / 1e9:.0f} GB, far more than the "
+            "weights"
         )
 
 
 def require_sizes(
-    values: Any, make: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
+    values: Any, create: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Require that weights have the sizes of a task's module, before it takes memory.
+    """Require weights of the sizes of a task's module, before the module takes memory.
 
     Args:
-        values: configuration of the task, plain.
-        make: builds the module.
-        weights: by name; weights of a module `model`, which is loaded already, may be absent.
+        values: configuration of the task, not validated.
+        create: creates the module.
+        weights: by name; weights of the submodule `model`, which is loaded already, may be absent.
         file: of the configuration, for messages.
     """
     _require_depth(values, len(weights), file)
     try:
         with torch.device("meta"):
-            state = make().state_dict()
+            state = create().state_dict()
     # Not every module can be built from meta tensors.
     except Exception:
         return
-    state = {n: part for n, part in state.items() if n in weights or not n.startswith("model.")}
-    wrong = [n for n, part in state.items() if n in weights and part.shape != weights[n].shape]
-    size = sum(tensor.nbytes for tensor in weights.values())
-    if wrong or sum(part.numel() for part in state.values()) > _MAX_TABLES + size:
-        raise ConfigError(f"{file}: the weights do not fit its sizes: {join_names(wrong)}")
+    mismatches, numbers = [], 0
+    for name, tensor in state.items():
+        if name in weights and tensor.shape != weights[name].shape:
+            mismatches.append(name)
+        if name in weights or not name.startswith("model."):
+            numbers += tensor.numel()
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    if mismatches or numbers > _MAX_TABLE_BYTES + weight_bytes:
+        raise ConfigError(f"{file}: the weights do not fit its sizes: {join_names(mismatches)}")
 
 
 def weight_shapes(file: Path) -> dict[str, list[int]]:
@@ -431,10 +445,10 @@ def tower_key(model: VLPModel) -> TowerKey:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     config = model.config.image
-    settings = _TOWER_KEYS if config.architecture else _VIT_KEYS
+    keys = _TOWER_KEYS if config.architecture else _VIT_KEYS
     if config.summary_tokens:
-        settings = settings | {"pooled_layers", "pooling"}
-    return TowerKey(config.model_dump(mode="json", include=settings), digest.hexdigest())
+        keys = keys | {"pooled_layers", "pooling"}
+    return TowerKey(config.model_dump(mode="json", include=keys), digest.hexdigest())
 
 
 def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
@@ -446,8 +460,8 @@ def require_tower(features: StoredFeatures | None, model: VLPModel) -> None:
     tokens = features.header.tokens - config.summary_tokens
     if tokens not in (1 + prod(config.tower_grid), 1 + prod(config.grid)):
         raise ConfigError(
-            f"{features.folder}: holds {tokens} tokens of an image, and image.pool {config.pool} "
-            f"needs {1 + prod(config.grid)}; store features with this image.pool, or with 1"
+            f"{features.folder}: has {tokens} tokens per image, and image.pool {config.pool} needs "
+            f"{1 + prod(config.grid)}; store features with this image.pool, or with image.pool 1"
         )
 
 
@@ -455,7 +469,7 @@ def require_frozen_tower(features: StoredFeatures | None, model: VLPModel) -> No
     """Require that stored features, if any, come from a model's image tower, and it is frozen."""
     if features is not None and not model.image_encoder.frozen:
         raise ConfigError(
-            "data.features holds outputs of the image tower, which training would change; set "
+            "data.features needs a frozen image tower, as its outputs are stored; set "
             "model.image.trainable=0"
         )
     require_tower(features, model)

@@ -24,10 +24,10 @@ NORM_EPS = 1e-6  # timm's
 SINE_BASE = 100.0
 
 
-class _Edit(ThreadLocal):
+class _PatchEdits(ThreadLocal):
     """The `edit_patches` of this thread's call of `tower`."""
 
-    patches: PatchEdit | None = None
+    edit_patches: PatchEdit | None = None
 
 
 class ImageEncoder(TrainableTower):
@@ -39,7 +39,7 @@ class ImageEncoder(TrainableTower):
         super().__init__()
         self.config = config
         self.vit = create_tower(config)
-        self._edit = _Edit()
+        self._patch_edits = _PatchEdits()
         if isinstance(embed := getattr(self.vit, "patch_embed", None), nn.Module):
             # A permanent hook: `torch.compile` cannot follow hooks that are added and removed.
             embed.register_forward_hook(self._edit_hook)
@@ -55,19 +55,19 @@ class ImageEncoder(TrainableTower):
                 f"image.pooled_layers {config.pooled_layers}: {config.tower_name} has {blocks} "
                 "blocks"
             )
-        pooled = config.pooled_layers * pooled_width(config.pooling, config.width)
-        self.projection = nn.Linear(pooled, embed_dim)
+        projection_inputs = config.pooled_layers * pooled_width(config.pooling, config.width)
+        self.projection = nn.Linear(projection_inputs, embed_dim)
         # A tower of another width needs an adapter.
         width: int = self.vit.num_features  # type: ignore[assignment]
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
-        self.restrict(config.trainable, "image.trainable")
+        self.freeze_blocks(config.trainable, "image.trainable")
 
     def forward(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
         """Encode pixels (B, 3, height, width), normalised, or a stored output of `tower`.
 
         Returns (B, 1 + M + S, width): [CLS], patches, and the S summary tokens of
-        `image.pooled_layers`, which `project` reads. Stored outputs may be pooled already, and have
-        any float dtype.
+        `image.pooled_layers`, which `project` reads. Stored outputs have any float dtype, and their
+        patches may be averaged already (`pool_patches`).
         """
         self._require_pixels(pixels)
         pixels = pixels.to(self.projection.weight.dtype)
@@ -85,9 +85,10 @@ class ImageEncoder(TrainableTower):
         advice = f"give a tensor (images, 3, {side}, {side}) from the model folder's preprocessing"
         if not isinstance(pixels, Tensor):
             raise TypeError(f"pixels are of type {type(pixels).__name__}; {advice}")
-        grids = self.config.grid, self.config.tower_grid
-        stored = [(1 + rows * columns + summary, self.vit.num_features) for rows, columns in grids]
-        if tuple(pixels.shape[1:]) not in [(3, side, side), *stored]:
+        shapes: list[tuple[Any, ...]] = [(3, side, side)]
+        for rows, columns in (self.config.grid, self.config.tower_grid):
+            shapes.append((1 + rows * columns + summary, self.vit.num_features))
+        if tuple(pixels.shape[1:]) not in shapes:
             raise ValueError(f"pixels have shape {tuple(pixels.shape)}; {advice}")
 
     def tower(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> Tensor:
@@ -98,23 +99,23 @@ class ImageEncoder(TrainableTower):
 
         Args:
             pixels: (B, 3, height, width), normalised.
-            edit_patches: changes patch embeddings (B, M, C) before positions are added.
+            edit_patches: function of patch embeddings (B, M, C), before positions are added, that
+                returns other embeddings.
         """
         vit: Any = self.vit
         fuse_by_device(vit, pixels)
-        gradient = torch.is_grad_enabled() and not self.frozen
-        self._edit.patches = edit_patches
+        self._patch_edits.edit_patches = edit_patches
         try:
-            with torch.set_grad_enabled(gradient):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
                 if self.config.pooled_layers == 1:
-                    return self._tokens(vit.forward_features(pixels))
-                last, *before = self._last_blocks(pixels)
+                    return self._select_tokens(vit.forward_features(pixels))
+                last, *earlier = self._last_blocks(pixels)
         finally:
-            self._edit.patches = None
-        pooled = [pool_states(states, self.config.pooling) for states in before]
+            self._patch_edits.edit_patches = None
+        summaries = [pool_states(states, self.config.pooling) for states in earlier]
         # With pooling cls+mean a pooled state is two tokens wide.
         width = last.shape[-1]
-        return torch.cat([last, *(states.unflatten(-1, (-1, width)) for states in pooled)], dim=1)
+        return torch.cat([last, *(state.unflatten(-1, (-1, width)) for state in summaries)], dim=1)
 
     def _last_blocks(self, pixels: Tensor) -> list[Tensor]:
         """Return tokens (B, 1 + M, C) of the last `pooled_layers` blocks, the last block first."""
@@ -128,12 +129,13 @@ class ImageEncoder(TrainableTower):
             intermediates_only=True,
         )
         tokens = []
-        for states in reversed(intermediates):
-            patches, prefix = states if isinstance(states, tuple) else (states, None)
-            tokens.append(patches if prefix is None else torch.cat([prefix, patches], dim=1))
-        return [self._tokens(states) for states in tokens]
+        for output in reversed(intermediates):
+            # A pair (patches, prefix) if the tower has a prefix.
+            states = torch.cat(output[::-1], dim=1) if isinstance(output, tuple) else output
+            tokens.append(self._select_tokens(states))
+        return tokens
 
-    def _tokens(self, states: Tensor) -> Tensor:
+    def _select_tokens(self, states: Tensor) -> Tensor:
         """Reduce a block's output (B, prefix + M, C) to [CLS] and patches (B, 1 + M, C)."""
         vit, (rows, columns) = self.vit, self.config.tower_grid
         prefix: int = vit.num_prefix_tokens  # type: ignore[assignment]
@@ -151,14 +153,14 @@ class ImageEncoder(TrainableTower):
         return states if prefix == 1 else torch.cat([states[:, :1], patches], dim=1)
 
     def _edit_hook(self, module: nn.Module, arguments: Any, patches: Tensor) -> Tensor:
-        edit = self._edit.patches
-        return patches if edit is None else edit(patches)
+        edit_patches = self._patch_edits.edit_patches
+        return patches if edit_patches is None else edit_patches(patches)
 
     def hflip_averaged_tower(self, pixels: Tensor) -> Tensor:
         """Average the outputs of `tower` for images and their horizontal flips, flipped back."""
-        states, flipped = self.tower(pixels), self.tower(pixels.flip(-1))
+        states, flipped_states = self.tower(pixels), self.tower(pixels.flip(-1))
         rows, columns = self.config.tower_grid
-        cls, patches, summary = flipped.split(
+        cls, patches, summary = flipped_states.split(
             [1, rows * columns, self.config.summary_tokens], dim=1
         )
         patches = patches.unflatten(1, (rows, columns)).flip(2).flatten(1, 2)
@@ -169,14 +171,15 @@ class ImageEncoder(TrainableTower):
         return self.adapter(self.pool_patches(states))
 
     def pool_patches(self, states: Tensor) -> Tensor:
-        """Average squares of `image.pool` patches a side; pooled states are returned unchanged."""
+        """Average squares of `image.pool` patches a side, unless they are averaged already."""
         pool, (rows, columns) = self.config.pool, self.config.grid
-        summary = self.config.summary_tokens
-        if states.shape[1] == 1 + rows * columns + summary:
+        summary_tokens = self.config.summary_tokens
+        if states.shape[1] == 1 + rows * columns + summary_tokens:
             return states
-        cls, patches, summaries = states.split([1, states.shape[1] - 1 - summary, summary], dim=1)
+        patch_tokens = states.shape[1] - 1 - summary_tokens
+        cls, patches, summary = states.split([1, patch_tokens, summary_tokens], dim=1)
         squares = patches.unflatten(1, (rows, pool, columns, pool))
-        return torch.cat([cls, squares.mean((2, 4)).flatten(1, 2), summaries], dim=1)
+        return torch.cat([cls, squares.mean((2, 4)).flatten(1, 2), summary], dim=1)
 
     def drop_summary_tokens(self, states: Tensor) -> Tensor:
         """Drop the summary tokens: (B, 1 + M + S, width) -> (B, 1 + M, width)."""
@@ -185,7 +188,7 @@ class ImageEncoder(TrainableTower):
     def pool(self, states: Tensor) -> Tensor:
         """Pool states (B, 1 + M + S, width) to the projection's input (B, channels).
 
-        Earlier blocks come first, the last block's [CLS], mean, or both come last.
+        Channels are those of the summary tokens, then the last block's [CLS], mean, or both.
         """
         last = pool_states(self.drop_summary_tokens(states), self.config.pooling)
         if not self.config.summary_tokens:
@@ -215,12 +218,12 @@ def create_tower(config: ImageConfig) -> nn.Module:
         norm_layer=partial(nn.LayerNorm, eps=NORM_EPS),
     )
     if vit.pos_embed is not None and not isinstance(config.position, str):
-        _start_positions(vit.pos_embed, config.tower_grid, config.position)
+        _initialise_positions(vit.pos_embed, config.tower_grid, config.position)
     return vit
 
 
 @torch.no_grad()
-def _start_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
+def _initialise_positions(table: Tensor, grid: tuple[int, int], amplitude: float) -> None:
     """Fill a table of learned positions (1, 1 + M, width) with 2D sinusoids; [CLS] gets 0."""
     # A probe locates a single object in a third of the steps that random positions need.
     sines = build_sincos2d_pos_embed(list(grid), table.shape[-1], temperature=SINE_BASE)

@@ -6,62 +6,53 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from vlp.compilation import off_cpu
-from vlp.layers.attention import Attention, attend, mask_bias
+from vlp.layers.attention import Attention, attend, mask_bias, select_by_hook
 from vlp.layers.blocks import CrossLayer, pool_states
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
 from vlp.positions import CROSS_MODAL, PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorPaths, paths_from_similarity, uniform_paths
-from vlp.positions.base import PositionEncoding, call_method, hooks_of
+from vlp.positions.base import PositionEncoding, call_method
 from vlp.precision import at_least_float32, no_autocast
 
 
-class PathShift(NamedTuple):
-    """Additions of ACE-RPE for a mean path of 1 in each channel group.
+class MeanPathTables(NamedTuple):
+    """Terms that ACE-RPE adds per unit of the mean path, for each channel group."""
 
-    query_inputs, key_inputs, value_inputs: to the projections' inputs, (G, width); query, key,
-    value: to their outputs, (heads, G, head width).
-    """
-
+    # To the inputs of the projections, (G, width).
     query_inputs: Tensor
     key_inputs: Tensor
     value_inputs: Tensor
+    # To the outputs of the projections, (heads, G, head width).
     query: Tensor
     key: Tensor
     value: Tensor
 
 
-def path_shift(attention: Attention, groups: int) -> PathShift | None:
-    """Return the additions of the first encoding with the hook `inputs`; None without one."""
+def mean_path_tables(attention: Attention, groups: int) -> MeanPathTables | None:
+    """Return the tables of the first encoding with the hook `inputs`; None without such a hook."""
+    encodings = select_by_hook(attention.positions, "inputs")
+    if not encodings:
+        return None
     # For inputs of zero and a mean path of 1 in one group, the hook returns that group's row.
-    for encoding in attention.positions:
-        if "inputs" not in hooks_of(encoding):
-            continue
-        # Tables are float32 even if the layer's weights are bf16.
-        weight = at_least_float32(attention.query.weight)
-        unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
-        zeros = weight.new_zeros(1, groups, weight.shape[1])
-        empty = weight.new_zeros(0)
-        paths = AnchorPaths(empty, empty, unit, unit, empty, empty)
-        context = PositionContext(anchors=paths)
-        inputs = [
-            table[0]
-            for table in call_method(
-                encoding, PositionEncoding.inputs, zeros, zeros, zeros, context
-            )
-        ]
-        projections = attention.query, attention.key, attention.value
-        outputs = [
-            attention.split_heads(functional.linear(table, projection.weight.to(table))[None])[0]
-            for table, projection in zip(inputs, projections)
-        ]
-        return PathShift(*inputs, *outputs)
-    return None
+    # Tables are float32 even if the layer's weights are bf16.
+    weight = at_least_float32(attention.query.weight)
+    unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
+    zeros = weight.new_zeros(1, groups, weight.shape[1])
+    empty = weight.new_zeros(0)
+    context = PositionContext(anchors=AnchorPaths(empty, empty, unit, unit, empty, empty))
+    tables = call_method(encodings[0], PositionEncoding.inputs, zeros, zeros, zeros, context)
+    projections = attention.query, attention.key, attention.value
+    outputs = [
+        attention.split_heads(functional.linear(table, projection.weight.to(table)))[0]
+        for table, projection in zip(tables, projections)
+    ]
+    return MeanPathTables(*(table[0] for table in tables), *outputs)
 
 
 def image_self_attention(layer: CrossLayer, image: Tensor, context: PositionContext) -> Tensor:
@@ -83,16 +74,16 @@ def attend_shared_image(
     keys: Tensor,
     values: Tensor,
     context: PositionContext,
-    shift: PathShift | None,
+    tables: MeanPathTables | None,
 ) -> Tensor:
     """Attend from texts (T, Q, width) to keys and values (heads, 1 + M, head width) of one image.
 
-    shift: ACE-RPE, or None. Returns (T, Q, width).
+    tables: of ACE-RPE, or None. Returns (T, Q, width).
     """
     rows, queries, _ = text.shape
     paths = context.anchors
-    if shift is not None and paths is not None:
-        text = text + paths.text_mean @ shift.query_inputs
+    if tables is not None and paths is not None:
+        text = text + paths.text_mean @ tables.query_inputs
     # Heads first, so that one product has the queries of all texts.
     query = attention.query(text).unflatten(-1, (attention.heads, -1)).permute(2, 0, 1, 3)
     if not attention.positions:
@@ -101,18 +92,20 @@ def attend_shared_image(
         return attention.merge_heads(out.unflatten(1, (rows, queries)).transpose(0, 1))
     query = query * query.shape[-1] ** -0.5
     logits = (query.flatten(1, 2) @ keys.mT).unflatten(1, (rows, queries))
-    if shift is not None and paths is not None:
-        path_logits = (query @ shift.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
-        means = paths.image_mean.mT.to(logits.dtype)
-        for head_logits, part in zip(logits, path_logits):
-            head_logits.baddbmm_(part, means)
-    attended = _softmax(attention, logits.transpose(0, 1), context, values.dtype)
-    by_head = attended.transpose(0, 1)
+    if tables is not None and paths is not None:
+        path_logits = (query @ tables.key.mT[:, None]).to(logits.dtype)  # (heads, T, Q, G)
+        image_mean = paths.image_mean.mT.to(logits.dtype)
+        # Head by head: `baddbmm_` takes a single batch axis.
+        for head_logits, head_path_logits in zip(logits, path_logits):
+            head_logits.baddbmm_(head_path_logits, image_mean)
+    probabilities = _softmax(attention, logits.transpose(0, 1), context, values.dtype)
+    by_head = probabilities.transpose(0, 1)
     out = (by_head.flatten(1, 2) @ values).unflatten(1, (rows, queries))
-    if shift is not None and paths is not None:
-        pooled = torch.stack([part @ paths.image_mean for part in by_head])
-        out = out + pooled @ shift.value[:, None]
-    return attention.merge_heads(_with_values(attention, out.transpose(0, 1), attended, context))
+    if tables is not None and paths is not None:
+        pooled_paths = torch.stack([head @ paths.image_mean for head in by_head])
+        out = out + pooled_paths @ tables.value[:, None]
+    out = _add_value_terms(attention, out.transpose(0, 1), probabilities, context)
+    return attention.merge_heads(out)
 
 
 def attend_single_query(
@@ -120,34 +113,34 @@ def attend_single_query(
     text: Tensor,
     image: Tensor,
     context: PositionContext,
-    shift: PathShift | None,
+    tables: MeanPathTables | None,
 ) -> Tensor:
     """Attend from one query per text (T, 1, width) to images (T, 1 + M, width) -> (T, 1, width).
 
-    Keys and values are not projected: the weights move to the query and to the pooled image.
+    Keys and values are not projected: the weights multiply the query and the pooled image.
     """
     paths = context.anchors
-    if shift is not None and paths is not None:
-        text = text + paths.text_mean @ shift.query_inputs
+    if tables is not None and paths is not None:
+        text = text + paths.text_mean @ tables.query_inputs
     query = attention.split_heads(attention.query(text))[:, :, 0]  # (T, heads, head width)
     query = (query * query.shape[-1] ** -0.5).transpose(0, 1)
-    # Softmax cancels the keys' bias, which adds the same to all logits of a query.
-    key_queries = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
-    logits = key_queries.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
-    if shift is not None and paths is not None:
-        path_logits = query @ shift.key.mT
+    # Without the keys' bias: it adds the same to all logits of a query, which softmax cancels.
+    image_query = query @ attention.key.weight.unflatten(0, (attention.heads, -1))
+    logits = image_query.transpose(0, 1) @ image.mT  # (T, heads, 1 + M)
+    if tables is not None and paths is not None:
+        path_logits = query @ tables.key.mT
         logits = logits + path_logits.transpose(0, 1) @ paths.image_mean.mT
-    attended = _softmax(attention, logits[:, :, None], context, image.dtype)
-    pooled_image = (attended[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
+    probabilities = _softmax(attention, logits[:, :, None], context, image.dtype)
+    pooled_image = (probabilities[:, :, 0] @ image).transpose(0, 1)  # (heads, T, width)
     weight = attention.value.weight.unflatten(0, (attention.heads, -1)).mT
     out = pooled_image @ weight
     if attention.value.bias is not None:
         out = out + attention.value.bias.unflatten(0, (attention.heads, 1, -1))
-    if shift is not None and paths is not None:
-        pooled = (attended[:, :, 0] @ paths.image_mean).transpose(0, 1)
-        out = out + pooled @ shift.value
-    out = out.transpose(0, 1)[:, :, None]
-    return attention.merge_heads(_with_values(attention, out, attended, context))
+    if tables is not None and paths is not None:
+        pooled_paths = (probabilities[:, :, 0] @ paths.image_mean).transpose(0, 1)
+        out = out + pooled_paths @ tables.value
+    out = _add_value_terms(attention, out.transpose(0, 1)[:, :, None], probabilities, context)
+    return attention.merge_heads(out)
 
 
 def attend_texts(
@@ -156,21 +149,21 @@ def attend_texts(
     text: Tensor,
     mask: Tensor,
     context: PositionContext,
-    shift: PathShift | None,
+    tables: MeanPathTables | None,
 ) -> Tensor:
     """Attend from one image's queries (1, heads, 1 + M, head width) to texts (T, N, width).
 
     mask: (T, N) bool, True = not padding. Returns (T, 1 + M, width).
     """
-    paths, keys, values = context.anchors, text, text
-    if shift is not None and paths is not None:
-        query = query + paths.image_mean[:, None] @ shift.query
-        keys = text + paths.text_mean @ shift.key_inputs
-        values = text + paths.text_mean @ shift.value_inputs
+    paths, key_inputs, value_inputs = context.anchors, text, text
+    if tables is not None and paths is not None:
+        query = query + paths.image_mean[:, None] @ tables.query
+        key_inputs = text + paths.text_mean @ tables.key_inputs
+        value_inputs = text + paths.text_mean @ tables.value_inputs
     out = attend(
         query.expand(len(text), -1, -1, -1),
-        attention.split_heads(attention.key(keys)),
-        attention.split_heads(attention.value(values)),
+        attention.split_heads(attention.key(key_inputs)),
+        attention.split_heads(attention.value(value_inputs)),
         attention.positions,
         context,
         mask_bias(mask, query.dtype)[:, None, None, :],
@@ -183,26 +176,22 @@ def _softmax(
     attention: Attention, logits: Tensor, context: PositionContext, dtype: torch.dtype
 ) -> Tensor:
     """Compute attention probabilities from scaled logits (T, heads, Q, K) and the hooks `bias`."""
-    for encoding in _with_hook(attention, "bias"):
-        # A bias between streams reads paths only, so any tensor may stand for queries and keys.
-        addition = call_method(encoding, PositionEncoding.bias, logits, logits, context)
-        logits = logits if addition is None else logits + addition.to(logits.dtype)
-    # Back to heads first, the layout in memory, as softmax copies tensors that are not contiguous.
+    for encoding in select_by_hook(attention.positions, "bias"):
+        # A cross-modal bias reads paths only, so any tensor may stand for queries and keys.
+        term = call_method(encoding, PositionEncoding.bias, logits, logits, context)
+        logits = logits if term is None else logits + term.to(logits.dtype)
+    # Heads first is the layout in memory: softmax copies tensors that are not contiguous.
     return logits.transpose(0, 1).softmax(-1).transpose(0, 1).to(dtype)
 
 
-def _with_values(
-    attention: Attention, out: Tensor, attended: Tensor, context: PositionContext
+def _add_value_terms(
+    attention: Attention, out: Tensor, probabilities: Tensor, context: PositionContext
 ) -> Tensor:
-    """Add the contributions of the hooks `value` to the output (T, heads, Q, head width)."""
-    for encoding in _with_hook(attention, "value"):
-        addition = call_method(encoding, PositionEncoding.value, attended, context)
-        out = out if addition is None else out + addition
+    """Add the terms of the hooks `value` to the output (T, heads, Q, head width)."""
+    for encoding in select_by_hook(attention.positions, "value"):
+        term = call_method(encoding, PositionEncoding.value, probabilities, context)
+        out = out if term is None else out + term
     return out
-
-
-def _with_hook(attention: Attention, hook: str) -> list[nn.Module]:
-    return [encoding for encoding in attention.positions if hook in hooks_of(encoding)]
 
 
 # Image tokens per pass on a CPU, whose states fit a core's cache.
@@ -210,15 +199,12 @@ _CACHED_TOKENS = 2048
 
 
 class PreparedTexts(NamedTuple):
-    """T texts: states (T, N, width) after the first self-attention, inputs (T, N, D) of Eq. 3.
+    """The part of T texts that does not depend on the image."""
 
-    attention_mask and word_mask are (T, N) bool.
-    """
-
-    states: Tensor
-    tokens: Tensor
-    attention_mask: Tensor
-    word_mask: Tensor
+    states: Tensor  # (T, N, width), after the first self-attention
+    tokens: Tensor  # (T, N, D), inputs of Eq. 3
+    attention_mask: Tensor  # (T, N) bool, True = not padding
+    word_mask: Tensor  # (T, N) bool, True = word piece
 
     def select(self, rows: Tensor, tokens: int) -> PreparedTexts:
         """Select texts `rows` (int64), cut to their first `tokens`."""
@@ -233,18 +219,14 @@ class PreparedTexts(NamedTuple):
 
 
 class PreparedImage(NamedTuple):
-    """One image: states (1, 1 + M, width), in layout `ace` after the first self-attention.
+    """The part of one image that does not depend on texts."""
 
-    tokens: (M, D), inputs of Eq. 3; keys, values: (heads, 1 + M, head width) for each layer in
-    which all texts share them; query: (1, heads, 1 + M, head width) of the first layer, in layout
-    `ace` only.
-    """
-
-    states: Tensor
-    tokens: Tensor
+    states: Tensor  # (1, 1 + M, width), in layout `ace` after the first self-attention
+    tokens: Tensor  # (M, D), inputs of Eq. 3
+    # (heads, 1 + M, head width) for each layer in which all texts share them.
     keys: list[Tensor]
     values: list[Tensor]
-    query: Tensor | None
+    query: Tensor | None  # (1, heads, 1 + M, head width) of the first layer; layout `ace` only
 
 
 class ITMScorer:
@@ -261,8 +243,8 @@ class ITMScorer:
         self.reads_padding = self.config.reads_padding
         groups = self.config.anchor.groups
         with torch.no_grad(), no_autocast(model.anchor_threshold):
-            self.shifts = [
-                path_shift(attention, groups) if self.shares_keys else None
+            self.tables = [
+                mean_path_tables(attention, groups) if self.shares_keys else None
                 for attention in attentions
             ]
 
@@ -280,7 +262,7 @@ class ITMScorer:
 
     @torch.no_grad()
     def prepare_image(self, image: ImageFeatures) -> PreparedImage:
-        """Compute the part of one image, a single row of features, that no text changes."""
+        """Compute the part of one image (one row of features) that does not depend on texts."""
         states, context = image.states, self._image_context(None)
         for encoding in self.model.cross_encoder.positions:
             states = call_method(encoding, PositionEncoding.tokens, states, context)
@@ -290,15 +272,17 @@ class ITMScorer:
             image.states[:, 1:] if self.model.anchor_options.features == "encoder" else image.tokens
         )
         # In layout `ace`, texts change the image's states after the first layer.
-        layers = self.layers[: 1 if self.two_streams else None] if self.shares_keys else []
-        attentions = [layer.cross_attention for layer in layers]
-        first = attentions[0] if attentions else None
+        layers = self.layers[:1] if self.two_streams else self.layers
+        attentions = [layer.cross_attention for layer in layers if self.shares_keys]
+        query = None
+        if self.two_streams and attentions:
+            query = attentions[0].split_heads(attentions[0].query(states))
         return PreparedImage(
             states,
             tokens[0],
             keys=[attention.split_heads(attention.key(states))[0] for attention in attentions],
             values=[attention.split_heads(attention.value(states))[0] for attention in attentions],
-            query=first.split_heads(first.query(states)) if first and self.two_streams else None,
+            query=query,
         )
 
     @torch.no_grad()
@@ -306,10 +290,10 @@ class ITMScorer:
         """Compute log-odds that each text describes the image: (T,) float32."""
         if not self.two_streams or off_cpu(texts.states):
             return self._match(image, texts)
-        # In layout `ace` each pair has image states of its own.
-        pairs = max(1, _CACHED_TOKENS // image.states.shape[1])
+        # In layout `ace` image states differ by pair: a chunk of pairs fits a core's cache.
+        chunk_size = max(1, _CACHED_TOKENS // image.states.shape[1])
         tokens = texts.states.shape[1]
-        chunks = torch.arange(len(texts.states)).split(pairs)
+        chunks = torch.arange(len(texts.states)).split(chunk_size)
         return torch.cat([self._match(image, texts.select(rows, tokens)) for rows in chunks])
 
     def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
@@ -320,30 +304,33 @@ class ITMScorer:
         # Custom encodings may change keys by pair: each text gets a copy of the image.
         image = image if self.shares_keys else image.expand(len(text), -1, -1)
         cls_only = self.shares_keys and self.config.pooling == "cls"
-        for number, (layer, shift) in enumerate(zip(self.layers, self.shifts)):
-            attention, last = layer.cross_attention, number == len(self.layers) - 1
+        for number, (layer, tables) in enumerate(zip(self.layers, self.tables)):
+            attention, is_last = layer.cross_attention, number == len(self.layers) - 1
+            # The match score reads [CLS] alone, so it is the last layer's only query.
+            single_query = is_last and cls_only
+            # Prepared states are after the first layer's self-attention.
             if number and self.two_streams:
                 image = image_self_attention(layer, image, image_context)
-            if number and last and cls_only and not layer.attention.positions:
+            if number and single_query and not layer.attention.positions:
                 attended = layer.attention(text[:, :1], text, mask, text_context)
                 text = layer.attention_norm(text[:, :1] + attended)
             elif number:
                 text = call_method(layer, CrossLayer.self_attend, text, mask, text_context)
-            if last and cls_only:
+            if single_query:
                 text, text_context = text[:, :1], _first_query_context(text_context)
             if number < len(prepared.keys):
                 key_values = prepared.keys[number], prepared.values[number]
-                attended = attend_shared_image(attention, text, *key_values, text_context, shift)
-            elif last and cls_only:
-                attended = attend_single_query(attention, text, image, text_context, shift)
+                attended = attend_shared_image(attention, text, *key_values, text_context, tables)
+            elif single_query:
+                attended = attend_single_query(attention, text, image, text_context, tables)
             else:
                 attended = attention(text, image, None, text_context)
-            if self.two_streams and not last:
+            if self.two_streams and not is_last:
                 if number or prepared.query is None:
                     image_attended = attention(image, text, mask, image_context)
                 else:
                     image_attended = attend_texts(
-                        attention, prepared.query, text, mask, image_context, shift
+                        attention, prepared.query, text, mask, image_context, tables
                     )
                 image = layer.add_cross_attention(image, image_attended)
             text = layer.add_cross_attention(text, attended)
@@ -362,7 +349,7 @@ class ITMScorer:
         return PositionContext(self.grid, 1, anchors=paths, text_queries=False)
 
     def _paths(self, image: PreparedImage, texts: PreparedTexts) -> AnchorPaths | None:
-        """Compute paths of the pairs as `VLPModel.anchors` does."""
+        """Compute the paths of the image with each text, as `VLPModel.anchors` does."""
         anchor, word_mask = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
             paths = uniform_paths(word_mask, len(image.tokens), anchor.groups)
@@ -373,16 +360,17 @@ class ITMScorer:
         if not {*CROSS_MODAL} & {*self.config.position}:
             return None
         with no_autocast(word_mask):
-            # One product for the tokens of all texts, (M, T N, G), then contiguous by pair.
+            # One product for the tokens of all texts, (M, T N, G).
             tokens = at_least_float32(texts.tokens).flatten(0, 1)
             similarity = group_similarity(at_least_float32(image.tokens), tokens, anchor.groups)
+            # (T, M, N, G), with the tokens contiguous in memory, as `group_similarity` leaves them.
             similarity = similarity.unflatten(1, word_mask.shape).permute(1, 3, 0, 2).contiguous()
             similarity = similarity.permute(0, 2, 3, 1)
         return paths_from_similarity(similarity, word_mask, self.model.path_settings)
 
 
 def _first_query_context(context: PositionContext) -> PositionContext:
-    """Return the context for the first token of each text as the only query."""
+    """Return the context of each text's first token as the only query."""
     paths = context.anchors
     if paths is not None:
         paths = paths._replace(

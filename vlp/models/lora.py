@@ -26,19 +26,22 @@ TARGETS = [
 ]
 # LoRA's alpha / rank, which multiplies the product of both matrices.
 SCALE = 2
-_BASE, _LOW, _HIGH = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
+# Parts of peft's parameter names: the frozen layer, A (rank, inputs) and B (outputs, rank).
+_BASE, _A, _B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_lora(model: VLPModel) -> None:
     """Add low-rank matrices with a product of zero to loaded towers of `trainable: lora-RANK`."""
-    for side, encoder, rank in (
+    for section, encoder, rank in (
         ("text", model.text_encoder, lora_rank(model.config.text.trainable)),
         ("image", model.image_encoder, lora_rank(model.config.image.trainable)),
     ):
         if rank is None:
             continue
         if find_spec("peft") is None:
-            raise ConfigError(f"{side}.trainable lora-{rank} needs peft: pip install 'vlp[lora]'")
+            raise ConfigError(
+                f"{section}.trainable lora-{rank} needs peft: pip install 'vlp[lora]'"
+            )
         from peft import LoraConfig, inject_adapter_in_model
 
         # Layers after the tower and attached encodings stay trainable.
@@ -56,7 +59,7 @@ def add_lora(model: VLPModel) -> None:
         try:
             inject_adapter_in_model(lora_config, encoder)
         except ValueError as error:
-            raise ConfigError(f"{side}.trainable lora-{rank}: {error}") from error
+            raise ConfigError(f"{section}.trainable lora-{rank}: {error}") from error
         for parameter in extra_parameters:
             parameter.requires_grad_(True)
         for layer in encoder.modules():
@@ -73,21 +76,21 @@ def merge_lora(
         "text_encoder.": lora_rank(config.text.trainable),
         "image_encoder.": lora_rank(config.image.trainable),
     }
-    merged: dict[str, Tensor] = {}
+    plain_state: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name.endswith((_LOW, _HIGH)):
+        if name.endswith((_A, _B)):
             continue
         module, base, parameter = name.rpartition(_BASE)
-        rank = next((ranks[side] for side in ranks if name.startswith(side)), None)
+        rank = next((ranks[prefix] for prefix in ranks if name.startswith(prefix)), None)
         if base and parameter == "weight" and rank is not None:
-            # `flatten`: the low matrix of a convolution is (rank, channels, rows, columns).
-            high, low = state[module + _HIGH].float(), state[module + _LOW].float()
-            product = (high.flatten(1) @ low.flatten(1)).view_as(tensor)
+            # `flatten`: A of a convolution is (rank, channels, rows, columns).
+            a, b = state[module + _A].float(), state[module + _B].float()
+            product = (b.flatten(1) @ a.flatten(1)).view_as(tensor)
             tensor = tensor + (SCALE * product).to(tensor)
-        merged[f"{module}.{parameter}" if base else name] = tensor
-    parts = {
-        side: part.model_copy(update={"trainable": "all"})
-        for side, part in (("text", config.text), ("image", config.image))
-        if lora_rank(part.trainable)
+        plain_state[f"{module}.{parameter}" if base else name] = tensor
+    sections = {
+        name: section.model_copy(update={"trainable": "all"})
+        for name, section in (("text", config.text), ("image", config.image))
+        if lora_rank(section.trainable)
     }
-    return merged, config.model_copy(update=parts)
+    return plain_state, config.model_copy(update=sections)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vlp.compilation import on_gpu
 from vlp.layers.blocks import PostNormLayer, TextEmbedding, pooled_width
 from vlp.models.config import TextConfig
-from vlp.models.towers import TrainableTower, blocks_of, create_text_tower
+from vlp.models.towers import TrainableTower, create_text_tower, longest_module_list
 
 
 class TextEncoder(TrainableTower):
@@ -34,13 +34,13 @@ class TextEncoder(TrainableTower):
             )
         else:
             self.tower = create_text_tower(config)
-            self.blocks = f"tower.{blocks_of(self.tower)}"
+            self.blocks = f"tower.{longest_module_list(self.tower)}"
             width = self.tower.config.hidden_size  # type: ignore[union-attr, assignment]
         self.projection = nn.Linear(pooled_width(config.pooling, config.width), embed_dim)
         self.adapter = nn.Identity() if width == config.width else nn.Linear(width, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.length_groups = config.length_groups
-        self.restrict(config.trainable, "text.trainable")
+        self.freeze_blocks(config.trainable, "text.trainable")
 
     @property
     def word_table(self) -> Tensor:
@@ -51,13 +51,13 @@ class TextEncoder(TrainableTower):
 
     @property
     def pad_id(self) -> int:
-        """Return the tower's id of padding; 0, as BERT's, if there is no tower or it has no id."""
+        """Return the tower's id of padding; BERT's 0 without a tower or if the tower has no id."""
         return getattr(getattr(self.tower, "config", None), "pad_token_id", None) or 0
 
     def forward(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Encode ids (B, N) int64 with mask (B, N) bool: states (B, N, width).
+        """Encode ids (B, N) int64 with mask (B, N) bool, True = not padding: states (B, N, width).
 
-        With `text.length_groups` above 1, padding that all texts of a group share has states of 0.
+        With `text.length_groups` above 1, states beyond the longest text of a group are 0.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             # On a GPU, reading the lengths would be a synchronisation.
@@ -69,13 +69,14 @@ class TextEncoder(TrainableTower):
     def _encode_in_groups(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode (B, N) texts in groups of similar length, without common padding, as `_encode`."""
         order = attention_mask.sum(1).argsort(stable=True)
-        parts = []
+        group_states = []
         for rows in order.chunk(self.length_groups):
             ids, mask = text_ids[rows], attention_mask[rows]
             longest = int(mask.sum(1).amax())
             states = self._encode(ids[:, :longest], mask[:, :longest])
-            parts.append(nn.functional.pad(states, (0, 0, 0, ids.shape[1] - longest)))
-        return torch.cat(parts)[order.argsort()]
+            group_states.append(nn.functional.pad(states, (0, 0, 0, ids.shape[1] - longest)))
+        # `argsort` of the order is its inverse.
+        return torch.cat(group_states)[order.argsort()]
 
     def _encode(self, text_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encode ids (B, N) to states before the adapter, (B, N, width of the tower)."""
@@ -89,7 +90,7 @@ class TextEncoder(TrainableTower):
 
 
 def require_ids(ids: Any) -> Tensor:
-    """Return token ids after a check that they are a tensor (B, N)."""
+    """Return token ids; raise an error unless they are a tensor (B, N)."""
     advice = "give a tensor (texts, tokens) from the model folder's tokenizer"
     if not isinstance(ids, Tensor):
         raise TypeError(f"token ids are of type {type(ids).__name__}; {advice}")

@@ -37,39 +37,42 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
         )
         # Drop an attention pool, which nothing reads.
         tower.reset_classifier(0, "")
-    except Exception as error:  # of any name, option or size
+    except Exception as error:  # timm raises various types for a wrong name, option or size
         hint = "" if timm.is_model(name) else suggestion(name, timm.list_models())
-        used = f" with {options}" if options else ""
+        with_options = f" with {options}" if options else ""
         raise ConfigError(
             f"image.architecture {name}{hint}: timm cannot create it for {config.image_size} px"
-            f"{used} ({error})"
+            f"{with_options} ({error})"
         ) from error
-    embed: Any = next((part for part in map(tower.__dict__["_modules"].get, _EMBEDS) if part), None)
-    size = getattr(embed, "patch_size", None)
-    if size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
+    embeds = [tower._modules[name] for name in _EMBEDS if tower._modules.get(name)]
+    patch_size = getattr(embeds[0], "patch_size", None) if embeds else None
+    if patch_size is None or not isinstance(getattr(tower, "num_prefix_tokens", None), int):
         raise ConfigError(
             f"image.architecture {name}: a {type(tower).__name__} lacks `num_prefix_tokens` or "
             "one grid of patches; choose a ViT, DeiT, EVA or BEiT"
         )
-    grid = getattr(embed, "grid_size", None)
-    patch = config.image_size // grid[0] if grid else size if isinstance(size, int) else size[0]
-    if patch != config.patch_size:
+    grid = getattr(embeds[0], "grid_size", None)
+    if grid:
+        patch_size = config.image_size // grid[0]
+    elif not isinstance(patch_size, int):
+        patch_size = patch_size[0]
+    if patch_size != config.patch_size:
         raise ConfigError(
-            f"image.patch_size is {config.patch_size}, and {name} has patches of {patch} px; set "
-            f"image.patch_size={patch}, and image.image_size to a multiple of {patch}"
+            f"image.patch_size is {config.patch_size}, and {name} has patches of {patch_size} px; "
+            f"set image.patch_size={patch_size}, and image.image_size to a multiple of {patch_size}"
         )
     return tower
 
 
 def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert weights to a tower's names and sizes by timm's filter, which resamples positions."""
-    # A tower with encodings has a class of this package, derived from timm's.
-    modules = (sys.modules[kind.__module__] for kind in type(tower).__mro__)
-    filters = (getattr(module, "checkpoint_filter_fn", None) for module in modules)
-    convert = next(filter(None, filters), None)
+    # timm's filter is a function of the module that defines the tower's class. A tower with
+    # encodings has a class of this package, derived from timm's.
+    modules = (sys.modules[base.__module__] for base in type(tower).__mro__)
+    filters = [m.checkpoint_filter_fn for m in modules if hasattr(m, "checkpoint_filter_fn")]
     try:
-        return dict(convert(dict(state), tower)) if convert else dict(state)
-    except Exception as error:  # of any name or shape
+        return dict(filters[0](dict(state), tower)) if filters else dict(state)
+    except Exception as error:  # various types for a wrong name or shape
         raise ValueError(
             f"timm cannot convert these weights for a {type(tower).__name__} ({error!r})"
         ) from error
@@ -103,7 +106,7 @@ def resolve_architecture(config: ModelConfig) -> ModelConfig:
             check_hub()
             file = Path(hf_hub_download(name, _CONFIG))
         settings = parse_json(file.read_text(encoding="utf-8"))
-    except Exception as error:  # of the name, the network, the service, the disk or the file
+    except Exception as error:  # of the network, the hub, the disk or the file
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"text.architecture {name}: cannot read a {_CONFIG} of transformers from a folder or "
@@ -136,13 +139,12 @@ def create_text_tower(config: TextConfig) -> nn.Module:
     options = {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
     try:
         tower: nn.Module = AutoModel.from_config(settings, **options)
-    except Exception as error:  # of any setting
+    except Exception as error:  # various types for a wrong setting
         raise ConfigError(
             f"text.architecture: transformers cannot create this {model_type} ({error!r})"
         ) from error
-    positions = getattr(settings, "max_position_embeddings", config.max_tokens) - position_offset(
-        tower
-    )
+    table_rows = getattr(settings, "max_position_embeddings", config.max_tokens)
+    positions = table_rows - position_offset(tower)
     if config.max_tokens > positions:
         raise ConfigError(
             f"text.max_tokens {config.max_tokens} is more than the {positions} positions of "
@@ -152,22 +154,22 @@ def create_text_tower(config: TextConfig) -> nn.Module:
 
 
 def position_offset(tower: nn.Module) -> int:
-    """Return the index of a text's first position in the table of positions."""
+    """Return the row of a text's first token in the table of positions."""
     # RoBERTa counts positions from its id of padding + 1.
     for name, module in tower.named_modules():
-        padding: Any = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and padding is not None:
-            return int(padding) + 1
+        pad_id: Any = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and pad_id is not None:
+            return int(pad_id) + 1
     return 0
 
 
 def require_padding(tower: nn.Module | None, pad_id: int) -> None:
-    """Require that a tower which counts positions from its id of padding has the vocabulary's."""
+    """Require the vocabulary's `pad_id` of a tower that counts positions from its id of padding."""
     offset = 0 if tower is None else position_offset(tower)
     if offset and offset - 1 != pad_id:
         raise ConfigError(
-            f"text.architecture.pad_token_id is {offset - 1} and data.vocabulary pads with "
-            f"{pad_id}, from which this tower counts positions; set "
+            f"text.architecture.pad_token_id, from which this tower counts positions, is "
+            f"{offset - 1}, and data.vocabulary pads with {pad_id}; set "
             f"text.architecture.pad_token_id={pad_id}, or use the vocabulary of the weights"
         )
 
@@ -178,16 +180,16 @@ def transformers_config(config: TextConfig) -> Any:
 
     if not isinstance(config.architecture, Mapping):
         raise ConfigError(f"text.architecture {config.architecture!r} is not a mapping of settings")
-    plain = {key: value for key, value in config.architecture.items() if key not in _IGNORED}
-    for key, value in plain.items():
+    settings = {key: value for key, value in config.architecture.items() if key not in _IGNORED}
+    for key, value in settings.items():
         # transformers would download a kernel of that name from the hub, and run it.
         if ("implementation" in key and value not in _ATTENTIONS) or key in _CODE:
             raise ConfigError(
-                f"text.architecture.{key} {value!r} may name code of others; remove the key"
+                f"text.architecture.{key} {value!r} may run code from the hub; remove the key"
             )
     try:
-        return AutoConfig.for_model(plain.pop("model_type"), **plain)
-    except Exception as error:  # of the name or any value
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    except Exception as error:  # various types for a wrong name or value
         raise ConfigError(
             f"text.architecture: transformers cannot read this configuration ({error!r})"
         ) from error
@@ -201,14 +203,14 @@ def word_width(config: TextConfig) -> int:
     return int(getattr(settings, "embedding_size", None) or settings.hidden_size)
 
 
-def blocks_of(tower: nn.Module) -> str:
-    """Return the dotted name of a tower's layers: its longest `nn.ModuleList`."""
+def longest_module_list(tower: nn.Module) -> str:
+    """Return the dotted name of a tower's longest `nn.ModuleList`, which has its layers."""
     lists = {n: part for n, part in tower.named_modules() if isinstance(part, nn.ModuleList)}
     return max(lists, key=lambda name: len(lists[name]))
 
 
 def require_maskable(image: ImageConfig) -> None:
-    """Require an image encoder for MIM: trainable, and with patch embeddings (B, M, width)."""
+    """Require a trained image encoder with patch embeddings (B, M, width), for MIM."""
     if image.pool > 1:
         raise ValueError(
             f"objectives.mim predicts single patches; image.pool {image.pool} mixes them"
@@ -230,10 +232,11 @@ def require_maskable(image: ImageConfig) -> None:
 class TrainableTower(nn.Module):
     """Base of both encoders: a tower of blocks, then an adapter and a projection.
 
-    Subclasses set `blocks`, the dotted name of the list of blocks, and call `restrict`. A tower
-    that is `frozen` as a whole stays in evaluation mode.
+    Subclasses set `blocks`, the dotted name of the list of blocks, and call `freeze_blocks`. A
+    tower that is `frozen` as a whole stays in evaluation mode.
     """
 
+    # Modules after the tower.
     AFTER: ClassVar[tuple[str, ...]] = ("projection", "adapter")
     blocks: str
     frozen: bool = False
@@ -244,10 +247,10 @@ class TrainableTower(nn.Module):
         return len(self.get_submodule(self.blocks))  # type: ignore[arg-type]
 
     def layer_distances(self) -> dict[str, int]:
-        """Return each tower parameter's distance from the top, by name, as BEiT's layer decay.
+        """Return each tower parameter's distance from the top, by name, as in BEiT's layer decay.
 
-        Norms after the last block have 0, the last block 1, the block before it 2, and so on;
-        embeddings and token encodings, with their norms, have one more than the first block.
+        It is 0 for norms after the last block, 1 for the last block, 2 for the block before, and so
+        on; for embeddings and token encodings, with their norms, 1 more than for the first block.
         """
         block = re.compile(rf"{re.escape(self.blocks)}\.(\d+)\.")
         distances: dict[str, int] = {}
@@ -258,14 +261,17 @@ class TrainableTower(nn.Module):
                 distances[name] = self.depth - int(match[1])
             else:
                 is_norm = "norm" in name.lower() and "positions." not in name
-                # Parameters come in order, so the last block was counted before.
+                # Parameters come in order: a norm after the last block follows its parameters.
                 is_top = is_norm and 1 in distances.values()
                 distances[name] = 0 if is_top else self.depth + 1
         return distances
 
-    def restrict(self, trainable: Trainable, key: str) -> None:
-        """Freeze the tower except its last `trainable` blocks and the norms after them."""
-        # "all", or LoRA, which freezes the tower once its weights are loaded.
+    def freeze_blocks(self, trainable: Trainable, key: str) -> None:
+        """Freeze the tower except its last `trainable` blocks and the norms after them.
+
+        key: configuration key of `trainable`, for messages.
+        """
+        # For "all" nothing is frozen. LoRA freezes the tower once its weights are loaded.
         if isinstance(trainable, str):
             return
         if trainable > self.depth:
@@ -277,7 +283,7 @@ class TrainableTower(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode, but keep a frozen tower and batch norms without gradients in evaluation."""
+        """Set the mode, but keep a frozen tower and frozen batch norms in evaluation mode."""
         super().train(mode)
         for name, child in self.named_children():
             if self.frozen and name not in self.AFTER:
@@ -294,14 +300,13 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
 
 
 def require_whole_batches(task: nn.Module, ranks: int, recomputed: str | None) -> None:
-    """Require that a tower with trained batch norms gets each global batch as a whole, once.
+    """Require that a tower with trained batch norms gets each global batch whole and once.
 
     recomputed: configuration key that runs a pass in chunks or twice, if any.
     """
     towers = [part for part in task.modules() if isinstance(part, TrainableTower)]
-    if (ranks > 1 or recomputed) and any(
-        norm.training for tower in towers for norm in batch_norms(tower)
-    ):
+    norms = [norm for tower in towers for norm in batch_norms(tower)]
+    if (ranks > 1 or recomputed) and any(norm.training for norm in norms):
         raise ConfigError(
             f"a tower has batch norms, whose statistics {recomputed or 'several ranks'} would "
             "change: use a single rank and whole batches, or another tower, or freeze the tower "

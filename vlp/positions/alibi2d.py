@@ -16,17 +16,11 @@ Ratio = Literal["paper", "code"]
 Variant = Literal["two-slope", "four-diagonal"]
 
 
-def slopes(
-    heads: int,
-    ratio: Ratio = "paper",
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Return slopes r_left, r_right (2, heads) (ViTARC, text below Eq. 12, papers.md#vitarc-v2).
+def slopes(heads: int, ratio: Ratio = "paper") -> Tensor:
+    """Return slopes r_left, r_right (ViTARC, Eq. 12, papers.md#vitarc-v2), (2, heads) float64.
 
     Geometric sequences that start at 2^-1 (left) and 2^-0.5 (right), with ratio 2^(-8/heads)
-    ("paper") or 1/2 ("code"), which agree for eight heads, the authors' number.
+    ("paper") or 1/2 ("code"); both are equal for eight heads, the authors' number.
     """
     if heads < 1:
         raise ValueError(f"alibi-2d needs at least one head, not {heads}")
@@ -37,20 +31,14 @@ def slopes(
         # Heads beyond a power of two repeat every second slope, as in the authors' code.
         power = 2 ** (heads.bit_length() - 1)
         exponents = [*range(power), *range(0, 2 * (heads - power), 2)]
-    per_head = torch.tensor(exponents, dtype=torch.float64, device="cpu")
-    per_side = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
-    return torch.exp2(-per_side[:, None] - per_head).to(device=device, dtype=dtype)
+    # Not on a default device `meta`, which has no numbers.
+    head_exponents = torch.tensor(exponents, dtype=torch.float64, device="cpu")
+    side_exponents = torch.tensor([1.0, 0.5], dtype=torch.float64, device="cpu")
+    return torch.exp2(-side_exponents[:, None] - head_exponents)
 
 
 def bias(
-    height: int,
-    width: int,
-    heads: int,
-    ratio: Ratio = "paper",
-    variant: Variant = "two-slope",
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str | None = None,
+    height: int, width: int, heads: int, ratio: Ratio = "paper", variant: Variant = "two-slope"
 ) -> Tensor:
     """Return minus slope times Manhattan distance for all pairs of patches (ViTARC Eqs 11, 12).
 
@@ -61,25 +49,23 @@ def bias(
         variant: "two-slope", Eq. 12, or "four-diagonal", as in the authors' training script
             (papers.md#vitarc-v4): keys to the right in other rows than the query's count as 2^0.25
             times as far, so that the four diagonal directions have different slopes.
-        dtype: of the result, which is computed in float64.
 
     Returns:
-        (heads, height * width, height * width), query by key, not positive.
+        (heads, height * width, height * width) float64, query by key, not positive.
     """
     require_patches("alibi-2d", (height, width))
     require_choice("alibi-2d variant", variant, get_args(Variant))
     left, right = slopes(heads, ratio)[..., None, None]
     index = torch.arange(height * width, device=left.device)
-    row_offset = (index // width)[None, :] - (index // width)[:, None]
-    column_offset = (index % width)[None, :] - (index % width)[:, None]
+    row, column = index // width, index % width
+    row_offset, column_offset = row - row[:, None], column - column[:, None]
     # Eq. 11 prints plus, but the slope penalises distance (papers.md#vitarc-v1).
     penalty = -(row_offset.abs() + column_offset.abs()).double()
     if variant == "four-diagonal":
         penalty = torch.where((column_offset > 0) & (row_offset != 0), penalty * 2**0.25, penalty)
     # "Left" means not after the query in raster order: a key below and to the left has the right
     # slope (papers.md#vitarc-v3).
-    slope = torch.where(index[None, :] <= index[:, None], left, right)
-    return (slope * penalty).to(device=device, dtype=dtype)
+    return torch.where(index <= index[:, None], left, right) * penalty
 
 
 class DirectionalDistance(PositionEncoding):
@@ -129,5 +115,5 @@ def _cached_bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    patches = bias(*grid, heads, ratio, variant, dtype=dtype, device=device)
+    patches = bias(*grid, heads, ratio, variant).to(device=device, dtype=dtype)
     return functional.pad(patches, (prefix, 0, prefix, 0))[None]

@@ -24,7 +24,7 @@ def call_method(
     *arguments: Arguments.args,
     **options: Arguments.kwargs,
 ) -> Result:
-    """Run a method by calling its module, as in `call_method(layer, Layer.step, states)`.
+    """Call a module so that it runs a method, as in `call_method(layer, Layer.step, states)`.
 
     The module's `forward` gets the method's name and the arguments.
     """
@@ -41,16 +41,17 @@ class PositionContext:
     Args:
         grid: (rows, columns) of the image patches, which follow the prefix tokens.
         prefix_tokens: number of leading tokens without a position, such as [CLS].
-        coordinates: of tokens that lie on no grid, (B or 1, tokens after the prefix, C), in shares
-            of the image's width and height: x, y (C = 2) or boxes x0, y0, x1, y1 (C = 4).
-        grids: (B or 1, 2), rows and columns of each image, where the tokens with `coordinates` are
+        coordinates: of tokens that are not on a grid, (B or 1, tokens after the prefix, C), in
+            shares of the image's width and height: x, y (C = 2) or boxes x0, y0, x1, y1 (C = 4).
+        grids: (B or 1, 2), rows and columns of each image, if the tokens with `coordinates` are
             patches of images of different sizes, padded to the same length.
         boxes: (B, K, 4), objects on the grid: x, y, width, height in cells; a row of width or
             height 0 is padding.
         anchors: for cross-attention, ACE-RPE's paths of the pairs.
         text_queries: True in the text stream and for text-to-image cross-attention.
-        kernel_terms: for cross-attention, `PositionEncoding.kernel_terms`, for both directions.
-        projections: key and value weights, where keys and values are already projected.
+        kernel_terms: for cross-attention, result of `PositionEncoding.kernel_terms`, the same for
+            both directions.
+        projections: key and value weights, if keys and values are already projected.
     """
 
     grid: tuple[int, int] | None = None
@@ -77,14 +78,14 @@ class PositionEncoding(nn.Module):
     causal: bool = False
     """True if the result for a pair of tokens depends on no later token."""
     shares_keys: ClassVar[bool] = False
-    """True if hooks depend on the paths of a pair, not on the contents of its keys, so that pairs
-    of one image may share projected keys and values, which `inputs` then gets."""
+    """True if hooks depend on the paths of a pair, not on the contents of its keys. Pairs of one
+    image may then share projected keys and values, which `inputs` gets."""
     has_kernel: ClassVar[bool] = False
     """True if `attend` computes the whole attention in one GPU kernel."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A fast path is written for the hooks of its class: a subclass that overrides a hook must
-        # declare the fast path again.
+        # A fast path computes the hooks of its class: a subclass that overrides a hook must declare
+        # the fast path again.
         super().__init_subclass__(**options)
         if any(hook in vars(cls) for hook in cls.HOOKS):
             for fast_path in ("shares_keys", "has_kernel"):
@@ -119,7 +120,7 @@ class PositionEncoding(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the inputs of W^Q, W^K and W^V of one layer, each (batch, tokens, width).
 
-        Where the context has `projections`, key and value are already projected (`shares_keys`).
+        If the context has `projections`, key and value are already projected (`shares_keys`).
         """
         return query, key, value
 
@@ -178,10 +179,10 @@ def hooks_of(encoding: nn.Module) -> frozenset[str]:
 
 
 class ByModality(PositionEncoding):
-    """One encoding for the text stream and one for the image stream (`context.text_queries`).
+    """An encoding for the text stream and one for the image stream (`context.text_queries`).
 
-    A stream stays unchanged without an encoding, or by a hook that its encoding lacks. Hooks act
-    through the call alone: see `call_method`.
+    A stream without an encoding is unchanged, also by hooks that its encoding lacks. Hooks act only
+    through `call_method`.
 
     Args:
         text: encoding of the text stream, or None.
@@ -216,7 +217,8 @@ def cached_constant(
 
     def decorate(function: Callable[Arguments, Tensor]) -> Callable[Arguments, Tensor]:
         def compute(*arguments: Arguments.args, **options: Arguments.kwargs) -> Tensor:
-            # Tensors of inference mode allow no autograd, and those of `torch.export` are fake.
+            # A tensor of inference mode could not be used in autograd later, and one of
+            # `torch.export` would be fake: compute outside of both.
             with torch.inference_mode(False), _disable_current_modes():
                 return function(*arguments, **options)
 
@@ -225,8 +227,8 @@ def cached_constant(
         def constant(*arguments: Arguments.args, **options: Arguments.kwargs) -> Tensor:
             return cached(*arguments, **options)
 
-        # Dynamo then inlines the result as a constant. `torch.compiler.assume_constant_result` sets
-        # the same mark, but imports the compiler first.
+        # Dynamo inlines the result of a marked function as a constant. The decorator
+        # `torch.compiler.assume_constant_result` sets the same mark, but imports the compiler.
         constant._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
         @functools.wraps(function)
@@ -242,8 +244,8 @@ def cached_constant(
 
 
 def _concrete(argument: Any) -> Any:
-    # `torch.compile(dynamic=True)` has symbols for sizes. The import takes half a second.
-    from torch.fx.experimental.symbolic_shapes import guard_scalar
+    # Under `torch.compile(dynamic=True)` sizes are symbols.
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # takes half a second
 
     if isinstance(argument, tuple):
         return tuple(map(_concrete, argument))
@@ -265,8 +267,8 @@ def mix(tokens: Tensor, positions: Tensor, alpha: Tensor, beta: Tensor) -> Tenso
 class TokenEncoding(PositionEncoding):
     """Base of the encodings that act once, on the token embeddings.
 
-    A subclass's `embeddings` returns a vector for every token after the prefix; it is added to the
-    token. With `mixer` tokens, prefix included, and vectors are first weighted by channel.
+    A subclass's `embeddings` returns a vector for every token after the prefix, which is added to
+    the token. With `mixer`, all tokens and the vectors are first weighted by channel.
 
     Args:
         name: of the encoding, for error messages.

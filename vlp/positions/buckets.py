@@ -101,8 +101,9 @@ def bucket_ids(
             of an unbounded grid (`global`, papers.md#irpe-i6).
 
     Returns:
-        ids, int64 from 0 on: (T, T) with T = prefix + height * width, for cross (2, T, T), rows
-            then columns; and the number of rows of a table.
+        ids: int64 from 0 on, (T, T) with T = prefix + height * width, for cross (2, T, T), rows
+            then columns.
+        size: number of rows of a table.
     """
     size = table_size(method, ratio, prefix_tokens)
     require_choice("bucket function", function, get_args(IndexFunction))
@@ -133,21 +134,17 @@ def bucket_ids(
 
     patch = torch.arange(height * width, device=cpu)
     row, column = patch // width, patch % width
-    row = row[:, None] - row + height - 1
-    column = column[:, None] - column + width - 1
-    ids = by_offset[..., row, column]
+    # Indices of the offsets, which start at 1 - height and 1 - width.
+    down_index = row[:, None] - row + height - 1
+    right_index = column[:, None] - column + width - 1
+    ids = by_offset[..., down_index, right_index]
     return functional.pad(ids, (prefix_tokens, 0, prefix_tokens, 0), value=size - 1), size
-
-
-def count_used_buckets(ids: Tensor) -> int:
-    """Count the distinct ids of (T, T), or of each table of (tables, T, T), as iRPE's Table 1."""
-    return sum(table.unique().numel() for table in ids.reshape(-1, *ids.shape[-2:]))
 
 
 def _rank(squared: Tensor, universe: Universe) -> Tensor:
     """Rank squared distances from 0, among the distances of this grid or of an unbounded grid."""
-    distances = squared
+    all_squared = squared
     if universe == "global":
-        sides = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
-        distances = sides[:, None].square() + sides.square()
-    return torch.searchsorted(distances.unique(), squared.contiguous())
+        offsets = torch.arange(math.isqrt(int(squared.max())) + 1, device=squared.device)
+        all_squared = offsets[:, None].square() + offsets.square()
+    return torch.searchsorted(all_squared.unique(), squared.contiguous())

@@ -43,45 +43,44 @@ def carry_over(
         trained: the encoding for `trained_grid`; its weights are not read.
         tables: trained weights by their names in the encoding; may be empty.
         grid: (rows, columns) of the new grid; a sequence is one row.
-        trained_grid: (rows, columns) of the training.
+        trained_grid: (rows, columns) in training.
     """
     if grid == trained_grid:
         return dict(tables)
-    text = (
+    message = (
         f"{name} was trained on a {grid_size(trained_grid)} grid and does not carry over to "
         f"{grid_size(grid)}"
     )
-    if reason := _bound_reason(encoding, trained, grid, trained_grid):
-        raise ValueError(f"{text}: {reason}")
+    if reason := _refusal_reason(encoding, trained, grid, trained_grid):
+        raise ValueError(f"{message}: {reason}")
     targets = dict(encoding.named_parameters())
     resized = {}
     for key, table in tables.items():
         if key in targets and key.startswith("table"):
             table = _resize(encoding, trained, table, targets[key], grid, trained_grid)
         if key in targets and table.shape != targets[key].shape:
-            raise ValueError(
-                f"{text}: {key} is {tuple(table.shape)} there and {tuple(targets[key].shape)} here"
-            )
+            shape, target_shape = tuple(table.shape), tuple(targets[key].shape)
+            raise ValueError(f"{message}: {key} is {shape} there and {target_shape} here")
         resized[key] = table
     return resized
 
 
-def _bound_reason(
+def _refusal_reason(
     encoding: PositionEncoding, trained: Any, grid: Grid, trained_grid: Grid
 ) -> str | None:
-    """Return why an encoding's weights do not fit another grid, or None."""
+    """Return why an encoding's weights do not fit another grid; None if they fit."""
     # On grids of one row, rank and distance are equal, whatever the length.
     rows = max(grid[0], trained_grid[0])
-    if isinstance(encoding, RelativePosition) and encoding.fixed_grid and rows > 1:
+    if isinstance(encoding, RelativePosition) and encoding.ranks_on_grid and rows > 1:
         return "it ranks the distances of its own grid (universe 'global' ranks those of all)"
     if isinstance(encoding, RotaryAxial | RotaryMixed) and encoding.ref_grid != trained.ref_grid:
         return "with `rescale`, it counts in patches of the trained grid"
     # `product` takes sinusoids of dy * (2 reach + 1) + dx.
-    product = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
-    if product and rows > 1 and encoding.reach != trained.reach:
+    is_product = isinstance(encoding, TransformerXLPosition) and encoding.offsets == "product"
+    if is_product and rows > 1 and encoding.reach != trained.reach:
         return (
-            f"its sinusoids go by the reach, {trained.reach} there and {encoding.reach} here "
-            f"(option `reach`: set it to {trained.reach})"
+            f"its sinusoids depend on the option reach, {trained.reach} there and {encoding.reach} "
+            f"here: set it to {trained.reach}"
         )
     return None
 
@@ -113,14 +112,16 @@ def _resize(
     return table
 
 
-def _clipped_rows(encoding: ClippedPosition, reach: int) -> Tensor:
-    """Return the row of a table of another reach for each row of the encoding's table."""
-    # Offsets beyond the reach share the row of the furthest offset; the last row is the prefix's.
-    offsets = torch.arange(-encoding.reach, encoding.reach + 1).clamp(-reach, reach) + reach
-    side = 2 * reach + 1
+def _clipped_rows(encoding: ClippedPosition, trained_reach: int) -> Tensor:
+    """Return for each row of the encoding's table the row of a trained table of another reach."""
+    # Offsets beyond the trained reach have the row of the furthest offset; the last row is for the
+    # prefix.
+    offsets = torch.arange(-encoding.reach, encoding.reach + 1)
+    rows = offsets.clamp(-trained_reach, trained_reach) + trained_reach
+    size = 2 * trained_reach + 1
     if encoding.offsets == "product":
-        offsets, side = (offsets[:, None] * side + offsets).flatten(), side * side
-    return torch.cat([offsets, torch.full((int(encoding.prefix_bucket),), side)])
+        rows, size = (rows[:, None] * size + rows).flatten(), size * size
+    return torch.cat([rows, torch.full((int(encoding.prefix_bucket),), size)])
 
 
 def _resample(table: Tensor, grid: Grid) -> Tensor:

@@ -21,9 +21,7 @@ _METHODS: dict[Offsets, Method] = {"product": "product", "axes": "cross", "raste
 def clipped_ids(
     offsets: Offsets, height: int, width: int, reach: int, prefix_tokens: int = 0
 ) -> tuple[Tensor, int]:
-    """Return the table row of every pair of tokens for clipped offsets (iRPE Eq. 9).
-
-    Offsets are query minus key.
+    """Return every pair's table row for clipped offsets, query minus key (iRPE Eq. 9).
 
     Args:
         offsets: "product", a row for each pair of vertical and horizontal offset, as iRPE's
@@ -34,8 +32,9 @@ def clipped_ids(
             has the last id, size - 1 (papers.md#irpe-i10).
 
     Returns:
-        ids, int64 (tables, T, T) with T = prefix + height * width, from 0 on in each table: for
-            axes two tables, vertical then horizontal, otherwise one; and the rows of a table.
+        ids: int64 (tables, T, T) with T = prefix + height * width, from 0 on in each table; two
+            tables for axes, vertical then horizontal, otherwise one.
+        size: number of rows of a table.
     """
     size = clipped_size(offsets, reach, prefix_tokens)
     require_patches(offsets, (height, width))
@@ -46,6 +45,7 @@ def clipped_ids(
     ids, _ = bucket_ids(_METHODS[offsets], height, width, reach / 2, "clip", prefix_tokens)
     if offsets == "product":
         return ids[None], size
+    # Of the rows and columns of `cross`, a sequence has columns only.
     return (ids if offsets == "axes" else ids[1:]), size
 
 
@@ -67,11 +67,15 @@ class ClippedPosition(LookupPosition):
 
     Args:
         name: of the encoding, for error messages.
+        width, heads: channels and attention heads of the layer.
         grid: (rows, columns) if the context has no grid; required if `reach` is None.
-        offsets: see `clipped_ids`; one of the class's OFFSETS.
-        reach: the longest offset that is not clipped; None: the longest offset of `grid`.
+        offsets: "product", for patches, "raster", for a sentence or for patches as a sequence, or
+            "axes"; one of the class's OFFSETS (`clipped_ids`).
+        reach: the longest offset of an axis, in patches, that is not clipped; None: the longest
+            offset of `grid`.
         shared_heads: one table for all heads.
-        prefix_bucket: whether pairs with prefix tokens have a row (papers.md#irpe-i10).
+        prefix_bucket: whether the table has a row for pairs with prefix tokens
+            (papers.md#irpe-i10).
     """
 
     OFFSETS: ClassVar[tuple[Offsets, ...]] = ("product", "raster")

@@ -14,9 +14,7 @@ _TOLERANCE = 1e-3
 
 
 def patch_centres(
-    grid: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
+    grid: tuple[int, int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
     """Return x, y of the patches' centres in raster order: (rows * columns, 2).
 
@@ -29,9 +27,7 @@ def patch_centres(
 
 
 def patch_boxes(
-    grid: tuple[int, int],
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
+    grid: tuple[int, int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
     """Return x0, y0, x1, y1 of the patches in raster order: (rows * columns, 4), in patches."""
     centres = patch_centres(grid, dtype, device)
@@ -89,10 +85,10 @@ def token_coordinates(
     """Return coordinates of the tokens after the prefix: x, y, or boxes x0, y0, x1, y1.
 
     They are the context's coordinates, or else of the patches of its grid, or else of `grid`.
-    Without `extent` they count patches (of each image's grid where the context has `grids`); with
-    it they range from 0 to `extent` over the image. Points in patches count from the centre of the
+    Without `extent` their unit is a patch (of each image's grid if the context has `grids`); with
+    it they range from 0 to `extent` over the image. Points in patches start at the centre of the
     first patch: patch (row, column) is at x = column, y = row. Boxes, and points with `extent`,
-    count from the image's corner.
+    start at the image's corner.
 
     Args:
         name: of the encoding, for error messages.
@@ -105,25 +101,25 @@ def token_coordinates(
         (B or 1, T - prefix, dimensions) in the dtype of x, float32 for half precision.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    size = context.grid or grid
+    grid = context.grid or grid
     if context.coordinates is None:
-        if size is None:
+        if grid is None:
             raise ValueError(
                 f"{name} needs a grid, in its options or in the context, or coordinates"
             )
-        require_grid(name, size, x, context)
+        require_grid(name, grid, x, context)
         patch_coordinates = patch_boxes if dimensions == 4 else patch_centres
-        coordinates = patch_coordinates(size, dtype, x.device)[None]
+        coordinates = patch_coordinates(grid, dtype, x.device)[None]
         if extent is not None:
-            factors = coordinates.new_tensor([extent / size[1], extent / size[0]])
+            rows, columns = grid
+            factors = coordinates.new_tensor([extent / columns, extent / rows])
             return coordinates * factors.repeat(dimensions // 2)
     else:
-        coordinates = _check_coordinates(name, dimensions, x, context, context.coordinates).to(
-            x.device, dtype
-        )
+        _require_coordinates(name, dimensions, x, context, context.coordinates)
+        coordinates = context.coordinates.to(x.device, dtype)
         if extent is not None:
             return coordinates * extent
-        unit = patches_per_side(coordinates, context.grids, size)
+        unit = patches_per_side(coordinates, context.grids, grid)
         if unit is None:
             raise ValueError(
                 f"{name} counts in patches: for coordinates it needs a grid, in its options or "
@@ -136,16 +132,16 @@ def token_coordinates(
 def patches_per_side(
     shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
 ) -> Tensor | None:
-    """Return columns and rows by `grids`, or else by `grid`, (B or 1, 1, 2), or else None."""
+    """Return columns and rows of `grids`, or else of `grid`: (B or 1, 1, 2), or None."""
     if grids is not None:
         return grids.to(shares).flip(-1)[:, None]
     return None if grid is None else shares.new_tensor([[[grid[1], grid[0]]]])
 
 
-def _check_coordinates(
+def _require_coordinates(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
-) -> Tensor:
-    """Return the context's coordinates, or raise ValueError for a wrong shape or range."""
+) -> None:
+    """Raise ValueError for coordinates of a wrong shape or range."""
     expected = (x.shape[-2] - context.prefix_tokens, dimensions)
     batch = (1, x.shape[0])
     shape = tuple(coordinates.shape)
@@ -154,13 +150,12 @@ def _check_coordinates(
             f"{name} needs coordinates ({x.shape[0]} or 1, {expected[0]}, {expected[1]}) for "
             f"{x.shape[-2]} tokens of which {context.prefix_tokens} are prefix, not {shape}"
         )
-    # In this form NaN is refused, too.
+    # Negated, so that NaN raises, too.
     if not bool(((coordinates >= -_TOLERANCE) & (coordinates <= 1 + _TOLERANCE)).all()):
         low, high = coordinates.min().item(), coordinates.max().item()
         raise ValueError(
             f"{name}: coordinates are shares of the image in [0, 1], not {low:g} to {high:g}"
         )
-    return coordinates
 
 
 def grid_size(grid: tuple[int, int]) -> str:

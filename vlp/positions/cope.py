@@ -44,15 +44,15 @@ def cope_bias(
     """
     require_shapes("CoPE", query, key, table)
     with torch.autocast(query.device.type, enabled=False):
-        wide_query, wide_key, table = full_precision(query, key, table)
-        gates = gate(wide_query, wide_key, gate_scale)
+        full_query, full_key, table = full_precision(query, key, table)
+        gates = gate(full_query, full_key, gate_scale)
         if mask is not None:
             gates = gates * mask.unsqueeze(-2)
         if causal:
             gates = gates.tril()
         positions = count_from_end(gates)
-        out = bias_scale * interpolate(wide_query @ table.transpose(-2, -1), positions)
-        return (out.tril() if causal else out).to(query.dtype)
+        bias = bias_scale * interpolate(full_query @ table.transpose(-2, -1), positions)
+        return (bias.tril() if causal else bias).to(query.dtype)
 
 
 class ContextualPosition(PositionEncoding):
@@ -105,8 +105,8 @@ class ContextualPosition(PositionEncoding):
         prefix, tokens = context.prefix_tokens, query.shape[-2]
         if key.shape[-2] != tokens or tokens < prefix:
             raise ValueError(
-                f"cope: {tokens} queries and {key.shape[-2]} keys, {prefix} of them prefix, are "
-                "not the same tokens"
+                f"cope needs queries and keys of the same tokens, not {tokens} queries and "
+                f"{key.shape[-2]} keys with {prefix} prefix tokens"
             )
         # Padding of images is not counted.
         mask = None
@@ -145,11 +145,11 @@ def interpolate(values: Tensor, positions: Tensor) -> Tensor:
     shape = torch.broadcast_shapes(values.shape[:-1], positions.shape[:-1])
     values = values.expand(*shape, -1)
     positions = positions.expand(*shape, -1)
-    # Clamped at 0, too: NaN, which has no whole part, must not become an index outside the table.
+    # Clamped at 0, too: `long` of NaN is no index of the table.
     lower = positions.long().clamp(0, last)
     # The slope beyond the last position is 0.
-    steps = functional.pad(values.diff(dim=-1), (0, 1))
-    return values.gather(-1, lower) + (positions - lower) * steps.gather(-1, lower)
+    slopes = functional.pad(values.diff(dim=-1), (0, 1))
+    return values.gather(-1, lower) + (positions - lower) * slopes.gather(-1, lower)
 
 
 def require_shapes(name: str, query: Tensor, key: Tensor, *tables: Tensor) -> None:

@@ -36,12 +36,9 @@ def fourier_features(coords: Tensor, weight: Tensor) -> Tensor:
         )
     out_dtype = torch.promote_types(coords.dtype, weight.dtype)
     dtype = torch.promote_types(out_dtype, torch.float32)
-    # Not a matrix product, in which autocast and TF32 would round the angles.
-    terms = [
-        coordinate.unsqueeze(-1) * column
-        for coordinate, column in zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
-    ]
-    angles = reduce(torch.add, terms)
+    # x W_r^T. Not a matrix product, in which autocast and TF32 would round the angles.
+    columns = zip(coords.to(dtype).unbind(-1), weight.to(dtype).unbind(-1))
+    angles = reduce(torch.add, [x.unsqueeze(-1) * frequencies for x, frequencies in columns])
     # Every position has the squared norm 1/2.
     features = torch.cat([angles.cos(), angles.sin()], -1) * (2 * len(weight)) ** -0.5
     return features.to(out_dtype)
@@ -56,8 +53,8 @@ def kl_regulariser(weight: Tensor, log_variance: Tensor, per_dim: bool = False) 
     Args:
         weight: W_r (F / 2, M).
         log_variance: ln s_t^2, a scalar.
-        per_dim: average the divergences of the M coordinates; False pools mu and s^2 over all
-            entries, which allows one direction higher frequencies than another.
+        per_dim: average the divergences of the M coordinates. False takes mu and s^2 over all
+            entries, so that frequencies may be higher in one direction than in another.
 
     Returns:
         A scalar, at least 0, finite with its gradient also for equal weights.
@@ -103,8 +100,7 @@ class FourierPosition(TokenEncoding):
         mlp: apply an MLP (Eq. 6); False: the features are the position ('Learnable-Fourier').
         projection: without an MLP, apply one dense layer.
         initialisation: "normal", or "uniform" in [0, 1] as in Table 6, without gamma.
-        approximate: see `Modulator`.
-        dropout: see `Modulator`.
+        approximate, dropout: see `Modulator`.
         norm: see `Modulator`; initial positions then differ by 0.5 per channel instead of 0.02.
         regularised: learn the target variance of `regulariser`, initially gamma^-2.
         mixer: see `TokenEncoding`.
@@ -211,9 +207,7 @@ class MLPPosition(TokenEncoding):
         dimensions: 2 for points x, y, 4 for boxes; each patch of a grid is a box.
         hidden: hidden channels of the MLP.
         extent: the image's width and height in the unit of the coordinates; None counts patches.
-        approximate: see `Modulator`.
-        dropout: see `Modulator`.
-        mixer: see `TokenEncoding`.
+        approximate, dropout, mixer: see `Modulator` and `TokenEncoding`.
     """
 
     def __init__(
@@ -244,5 +238,5 @@ class MLPPosition(TokenEncoding):
 
 def _initial_frequencies(shape: tuple[int, int], initialisation: str, gamma: float) -> Tensor:
     require_choice("fourier initialisation", initialisation, ("normal", "uniform"))
-    # Variance gamma^-2: a widely copied port takes that for the standard deviation, 1 / gamma.
+    # The variance is gamma^-2; a widely copied port uses gamma^-2 as the standard deviation.
     return torch.randn(shape) / gamma if initialisation == "normal" else torch.rand(shape)

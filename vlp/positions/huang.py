@@ -19,10 +19,7 @@ def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> lis
     """
     # The printed numerator is (q_i + p_ij)(k_j + p_ij) - p_ij p_ij; the squares cancel.
     scale = query.shape[-1] ** -0.5
-    return [
-        products(query, table, ids, scale),
-        products(key, table, ids, scale, of_keys=True),
-    ]
+    return [products(query, table, ids, scale), products(key, table, ids, scale, of_keys=True)]
 
 
 class HuangPosition(ClippedPosition):
@@ -35,14 +32,7 @@ class HuangPosition(ClippedPosition):
     Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
     (papers.md#irpe-i10). The table starts at zero, at which the layer's function is unchanged.
 
-    Args:
-        width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) if the context has no grid; required if `reach` is None.
-        offsets: "product", or "raster" for a sentence, or for patches as a sequence.
-        reach: the longest offset of an axis, in patches, that is not clipped; None: the longest
-            offset of `grid`.
-        shared_heads: one table for all heads.
-        prefix_bucket: whether the table has a row for pairs with prefix tokens.
+    The options are explained in `ClippedPosition`.
     """
 
     NO_WEIGHT_DECAY = ("table",)

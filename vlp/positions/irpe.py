@@ -23,8 +23,8 @@ class RelativePosition(LookupPosition):
 
     Each role has a table r (1 or heads, rows, head width), in bias mode (1 or heads, rows).
     Contextual mode adds q_i r^K_ij and k_j r^Q_ij to the logits before they are scaled (Eqs 15, 16)
-    and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). One table
-    serves every grid, except quantization by rank on the grid (papers.md#irpe-i6). Tables start at
+    and sum_j a_ij r^V_ij to the output (Eq. 17); bias mode adds scalars (Eqs 13, 14). A table fits
+    every grid, except for quantization by rank on the grid (papers.md#irpe-i6). Tables start at
     zero, at which the layer's function is unchanged. A sentence is a grid of one row.
 
     Args:
@@ -87,14 +87,14 @@ class RelativePosition(LookupPosition):
         # Raises for unknown names.
         bucket_ids(height=1, width=1, **self.buckets)
         self._require_effect(roles, q_ids_transposed)
-        self.fixed_grid = (method, variant, universe) == ("quantization", "rank", "grid")
-        if self.fixed_grid and grid is None:
+        self.ranks_on_grid = (method, variant, universe) == ("quantization", "rank", "grid")
+        if self.ranks_on_grid and grid is None:
             raise ValueError(
-                f"{self.name} ranks the distances of one grid and needs that grid; "
-                "universe='global' or variant='squared' do not"
+                f"{self.name} ranks the distances of one grid: set the option grid, "
+                "universe='global' or variant='squared'"
             )
         self.grid = None if grid is None else (grid[0], grid[1])
-        if self.fixed_grid:
+        if self.ranks_on_grid:
             # The table has the same shape on every grid, so the state holds the grid, too.
             self.register_buffer("ranked_grid", torch.tensor(self.grid))
             self.register_load_state_dict_pre_hook(_check_ranked_grid)
@@ -114,20 +114,18 @@ class RelativePosition(LookupPosition):
 
     def _require_effect(self, roles: Sequence[str], q_ids_transposed: bool) -> None:
         """Raise ValueError for options that have no effect with this method or these roles."""
-        refuse = partial(require_defaults, self.name, RelativePosition)
-        method, pre_round, variant, universe = (
-            self.buckets[name] for name in ("method", "pre_round", "variant", "universe")
-        )
+        require_default = partial(require_defaults, self.name, RelativePosition)
+        method, variant = self.buckets["method"], self.buckets["variant"]
         if method != "euclidean":
-            refuse("outside of irpe-euclidean", pre_round=pre_round)
+            require_default("outside of irpe-euclidean", pre_round=self.buckets["pre_round"])
         if method != "quantization":
-            refuse("outside of irpe-quantization", variant=variant)
+            require_default("outside of irpe-quantization", variant=variant)
         if (method, variant) != ("quantization", "rank"):
-            refuse("where distances are not ranked", universe=universe)
+            require_default("if distances are not ranked", universe=self.buckets["universe"])
         if method in ("euclidean", "quantization"):
-            refuse("as the distances have no direction", q_ids_transposed=q_ids_transposed)
+            require_default("as distances have no direction", q_ids_transposed=q_ids_transposed)
         if "query" not in roles:
-            refuse("without the role query", q_ids_transposed=q_ids_transposed)
+            require_default("without the role query", q_ids_transposed=q_ids_transposed)
 
     @property
     def hooks(self) -> frozenset[str]:
@@ -139,6 +137,7 @@ class RelativePosition(LookupPosition):
         """Return the terms of b_ij of keys and of queries, scaled (Eqs 13-16)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
         terms = []
+        # The table of the role `key` is multiplied with queries, and vice versa (Eq. 15).
         if "key" in self.roles:
             terms.append(self._lookup(query, "key", ids))
         if "query" in self.roles:
@@ -162,7 +161,7 @@ class RelativePosition(LookupPosition):
     ) -> Tensor:
         """Return the table rows of all pairs of tokens, (tables, T, T)."""
         grid = require_grid_tokens(self.name, context, self.grid, queries, keys, self.prefix_bucket)
-        if self.fixed_grid and self.grid is not None and grid != self.grid:
+        if self.ranks_on_grid and self.grid is not None and grid != self.grid:
             raise ValueError(
                 f"{self.name} ranks the distances of a {grid_size(self.grid)} grid and does not "
                 f"carry over to {grid_size(grid)}"
@@ -180,7 +179,8 @@ class RelativePosition(LookupPosition):
 def _check_ranked_grid(
     module: nn.Module, state: dict[str, Tensor], prefix: str, *others: Any
 ) -> None:
-    # The table of another grid is an error, but grids of one row have equal ranks.
+    # A hook before the state is loaded: the table of another grid is an error, but grids of one row
+    # have equal ranks.
     assert isinstance(module, RelativePosition)
     grid, name = module.grid, f"{prefix}ranked_grid"
     if grid is None or name not in state or state[name].is_meta:
@@ -197,7 +197,10 @@ def _check_ranked_grid(
 
 @cached_constant(maxsize=32)
 def _cached_ids(device: torch.device, size: int, **buckets: Any) -> Tensor:
-    """Return `bucket_ids` (tables, T, T); ids of a second table continue from the first table."""
+    """Return `bucket_ids` (tables, T, T); ids of a second table continue from the first table.
+
+    size: rows of a table.
+    """
     ids, _ = bucket_ids(**buckets)
     if ids.ndim == 2:
         return ids[None].to(device)

@@ -24,8 +24,8 @@ COMBINATIONS = ("concat", "sum")
 class LearnedPosition(TokenEncoding):
     """`learned-1d`: a vector per position of a sequence, as in BERT, or of raster order, as in ViT.
 
-    Prefix tokens get no position; where [CLS] is to have one, the context has no prefix. A sequence
-    may be shorter than the table. With `grid` set, other grids are refused.
+    Prefix tokens get no position; without a prefix [CLS] has a position, too. A sequence may be
+    shorter than the table. With `grid` set, other grids are refused.
 
     Args:
         width: channels of the tokens.
@@ -65,7 +65,7 @@ class LearnedPosition(TokenEncoding):
             )
         if self.grid and (grid := resolve_grid(self.name, context, self.grid)) != self.grid:
             raise ValueError(
-                f"learned-1d was made for a {grid_size(self.grid)} grid, not {grid_size(grid)}"
+                f"learned-1d has a table for a {grid_size(self.grid)} grid, not {grid_size(grid)}"
             )
         return self.table[None, :length]
 
@@ -115,9 +115,9 @@ class LearnedGridPosition(TokenEncoding):
             )
         require_grid(self.name, grid, x, context)
         # Rows come first, in the paper's order.
-        down = self.table_rows[:rows, None].expand(-1, columns, -1)
-        right = self.table_columns[None, :columns].expand(rows, -1, -1)
-        return _combine([down, right], self.combine).flatten(0, 1)[None]
+        row_vectors = self.table_rows[:rows, None].expand(-1, columns, -1)
+        column_vectors = self.table_columns[None, :columns].expand(rows, -1, -1)
+        return _combine([row_vectors, column_vectors], self.combine).flatten(0, 1)[None]
 
 
 class LearnedBoxPosition(TokenEncoding):
@@ -127,8 +127,8 @@ class LearnedBoxPosition(TokenEncoding):
     left, bottom and right are concatenated in this order, as in the paper, or summed as in the code
     of the widget captioning model, which also has 100 lines.
 
-    Boxes are the context's coordinates. Without them each patch of the grid is a box: with places =
-    n + 1 every edge of an n x n grid has a vector. Prefix tokens get no position.
+    Boxes are the context's coordinates, or else the patches of the grid: with `places` n + 1 every
+    edge of an n x n grid has its vector. Prefix tokens get no position.
 
     Args:
         width: channels of the tokens; a multiple of 4 for "concat".
@@ -167,8 +167,8 @@ class LearnedBoxPosition(TokenEncoding):
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the four edges: (B or 1, T - prefix, width)."""
         last = len(self.table_top) - 1
-        # Lines are shares of the image, so every grid works, but a finer grid than the trained one
-        # reads lines without training.
+        # Lines are shares of the image, so every grid works, but a finer grid than in training
+        # reads lines that were not trained.
         lines = token_coordinates(self.name, 4, x, context, self.grid, extent=last)
         edges = vertical_first(lines).round().clamp(0, last).long().unbind(-1)
         tables = (self.table_top, self.table_left, self.table_bottom, self.table_right)

@@ -40,7 +40,10 @@ def head_width(name: str, width: int, heads: int) -> int:
 
 
 def require_defaults(label: str, make: Callable[..., Any], reason: str, **options: Any) -> None:
-    """Raise ValueError for an option that has no effect, by `reason`, and is not the default."""
+    """Raise ValueError for an option that has no effect and is not the default.
+
+    reason: completes "has no effect ..." in the message.
+    """
     parameters = parameters_of(make)
     for name, value in options.items():
         if value != parameters[name].default:
@@ -102,13 +105,13 @@ def untyped_parameters(make: type) -> list[str]:
 def suggestion(name: str, choices: Iterable[str]) -> str:
     """Return " (did you mean 'X'?)" for the most similar choice X, or "" without a similar X."""
     names = list(choices)
-    extensions = [other for other in names if other.startswith(name)]
-    matches = extensions[:1] or difflib.get_close_matches(name, names, n=1)
+    completions = [choice for choice in names if choice.startswith(name)]
+    matches = completions[:1] or difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
-    """Check a value against its option's type; a list may stand for a tuple, an int for a float."""
+    """Check a value against its option's type, and return it; an int becomes a float if needed."""
     factory = make.func if isinstance(make, partial) else make
     adapter = _adapter(factory, name)
     default = parameters_of(make)[name].default
@@ -119,13 +122,13 @@ def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
     except (TypeError, ValueError):
         adapter.validate_python(value)
         return value
-    # Strict JSON is what a configuration file holds: it has lists for tuples.
+    # Strict, but as JSON, as in a configuration file: a list is valid for a tuple.
     parsed = adapter.validate_json(text, strict=True)
     return parsed if isinstance(parsed, float) else value
 
 
 def _kind(make: Callable[..., Any], name: str) -> str:
-    """Return the values of a `Literal` option, as in "'key' | 'query'", or the annotation."""
+    """Return an option's annotation; for a `Literal` its values, as in "'key' | 'query'"."""
     annotation = _type_hints(make).get(name)
     if typing.get_origin(annotation) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(annotation)))

@@ -95,7 +95,8 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9.]+)*", name):
         raise ValueError(
-            f"{name!r} is no name of an encoding: use lower-case words with hyphens, as 'my-bias'"
+            f"{name!r} is no name of an encoding: use lower-case words with hyphens, as in "
+            "'my-bias'"
         )
 
     def register(encoding: Encoding) -> Encoding:
@@ -112,7 +113,7 @@ def register_position(name: str, cross_modal: bool = False) -> Callable[[Encodin
                 f"{name}: {encoding.__name__}'s option {untyped[0]!r} has no type; write it as in "
                 f"`def __init__(self, {untyped[0]}: int = 1)`"
             )
-        # The same class may come again, as when a cell of a notebook runs twice.
+        # The same class may be registered again, as when a cell of a notebook runs twice.
         if name in _ENCODINGS and _source(position_class(name)) != _source(encoding):
             raise ValueError(f"a position encoding {name!r} is registered already")
         _ENCODINGS[name] = encoding
@@ -158,9 +159,12 @@ def position_options(name: str) -> frozenset[str]:
 def create_fitting_position(
     name: str, sizes: Mapping[str, Any], **options: Any
 ) -> PositionEncoding:
-    """Create a position encoding from its options among `sizes`, and `options`, which override."""
-    names = position_options(name)
-    fitting_sizes = {size: value for size, value in sizes.items() if size in names}
+    """Create a position encoding with `options`, and with those `sizes` that are its options.
+
+    `options` take precedence.
+    """
+    option_names = position_options(name)
+    fitting_sizes = {size: value for size, value in sizes.items() if size in option_names}
     return create_position(name, **{**fitting_sizes, **options})
 
 
@@ -170,19 +174,15 @@ def place_roles(
     options: Mapping[str, Any],
     option_names: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return `options` with the letters of `on` as the encoding's option `roles` or `mode`.
+    """Return `options` with the letters `on` of "qkv" as the encoding's option `roles` or `mode`.
 
-    Args:
-        name: of the encoding.
-        on: letters of "qkv"; None adds no option.
-        options: of the encoding.
-        option_names: of the encoding's options; None looks them up.
+    on: None adds no option. option_names: of the encoding; None looks them up.
     """
     if on is None:
         return dict(options)
     option_names = position_options(name) if option_names is None else option_names
     if not on or set(on) - set(ROLES) or len(set(on)) < len(on):
-        raise ValueError(f"{name}: on={on!r} is not made of letters of 'qkv', each once")
+        raise ValueError(f"{name}: on={on!r} must be different letters of 'qkv'")
     roles = [role for letter, role in ROLES.items() if letter in on]
     option: str
     value: Any
@@ -195,7 +195,9 @@ def place_roles(
     else:
         raise ValueError(f"{name} has no choice of queries, keys and values: on={on!r}")
     if option in options:
-        raise ValueError(f"{name}: on={on!r} and {option}={options[option]!r} at once")
+        raise ValueError(
+            f"{name}: on={on!r} and {option}={options[option]!r} exclude each other: set one"
+        )
     return {**options, option: value}
 
 

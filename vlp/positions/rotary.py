@@ -23,39 +23,20 @@ from vlp.positions.options import head_width, require_choice
 Layout = Literal["interleaved", "half"]
 
 
-def sequence_angles(
-    length: int,
-    dim: int,
-    theta: float = 10000.0,
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Return angles position * theta^(-2k/dim) of positions 0, 1, ...: (length, dim/2), radians."""
+def sequence_angles(length: int, dim: int, theta: float = 10000.0) -> Tensor:
+    """Return angles position * theta^(-2k/dim), radians, of positions 0, 1, ... and pairs k.
+
+    They are (length, dim/2) float64.
+    """
     if length < 0:
         raise ValueError(f"a sequence of {length} tokens has no positions")
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
-    return (positions[:, None] * pair_frequencies(dim, theta)).to(device=device, dtype=dtype)
+    return positions[:, None] * pair_frequencies(dim, theta)
 
 
-def axial_angles(
-    height: int,
-    width: int,
-    dim: int,
-    theta: float = 100.0,
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """Return `split_angles` of a grid's patches in raster order: (height * width, dim/2), radians.
-
-    Args:
-        dim: channels of a head, a multiple of four.
-        theta: base of the wavelengths.
-        dtype: of the result, which is computed in float64.
-    """
-    positions = grid_positions(height, width)
-    return split_angles(positions, dim, theta).to(device=device, dtype=dtype)
+def axial_angles(height: int, width: int, dim: int, theta: float = 100.0) -> Tensor:
+    """Return `split_angles` of patches in raster order: (height * width, dim/2) float64."""
+    return split_angles(grid_positions(height, width), dim, theta)
 
 
 def split_angles(positions: Tensor, dim: int, theta: float = 100.0) -> Tensor:
@@ -93,9 +74,8 @@ def mixed_angles(positions: Tensor, frequencies: Tensor) -> Tensor:
 def grid_positions(height: int, width: int, ref_grid: tuple[int, int] | None = None) -> Tensor:
     """Return column and row of every patch in raster order: (height * width, 2), float64.
 
-    Args:
-        ref_grid: (rows, columns) of another grid over the same image, in the patches of which
-            centres are counted. None counts 0, 1, ... along each axis.
+    ref_grid: (rows, columns) of another grid over the same image, whose patches are the unit of the
+    result; None counts patches of this grid.
     """
     require_patches("rope", (height, width))
     axes = [torch.arange(size, dtype=torch.float64, device="cpu") for size in (height, width)]
@@ -111,6 +91,7 @@ def pair_frequencies(dim: int, theta: float, axes: int = 1) -> Tensor:
         raise ValueError(f"rotation needs a head width that {2 * axes} divides, not {dim}")
     if not 0 < theta < math.inf:
         raise ValueError(f"theta must be positive, not {theta}")
+    # On the CPU, as a default device `meta` has no numbers.
     exponents = torch.arange(0, dim, 2 * axes, dtype=torch.float64, device="cpu") / dim
     return theta**-exponents
 
@@ -178,11 +159,11 @@ class _Rotary(PositionEncoding):
 
     def rotate(self, query: Tensor, key: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys (B, heads, T, head width); prefix tokens stay unchanged."""
-        shapes = tuple(query.shape[-2:]), tuple(key.shape[-2:])
-        if shapes[0] != shapes[1] or shapes[0][1] != self.head_width:
+        query_shape, key_shape = tuple(query.shape[-2:]), tuple(key.shape[-2:])
+        if query_shape != key_shape or query_shape[1] != self.head_width:
             raise ValueError(
                 f"{self.name} rotates queries and keys of the same tokens with head width "
-                f"{self.head_width}, not {shapes[0]} and {shapes[1]}"
+                f"{self.head_width}, not {query_shape} and {key_shape}"
             )
         # The angle of prefix tokens is 0, which is exact.
         cosine, sine = self._cosine_and_sine(query, context)
@@ -197,9 +178,9 @@ class _Rotary(PositionEncoding):
 class RotarySequence(_Rotary):
     """`rope-1d`: RoPE over the order of the tokens (Su et al. 2021), text or a grid's raster order.
 
-    Positions count from 0 after the prefix, which is not rotated; where [CLS] is to have a position
-    the context has no prefix. Any length and grid works, but in raster order the patch above is a
-    whole row away. Attached to a trained model it changes the model's function.
+    Positions count from 0 after the prefix, which is not rotated; without a prefix [CLS] has a
+    position, too. Any length and grid works, but in raster order the patch above is a whole row
+    away. Attached to a trained model it changes the model's function.
 
     Args:
         width: channels of the layer.
@@ -216,7 +197,9 @@ class RotarySequence(_Rotary):
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
         tokens, prefix = query.shape[-2], context.prefix_tokens
         if tokens < prefix:
-            raise ValueError(f"{self.name}: {tokens} tokens of which {prefix} are prefix")
+            raise ValueError(
+                f"{self.name}: {prefix} prefix tokens are more than the {tokens} tokens"
+            )
         options = prefix, self.head_width, self.theta, query.dtype, query.device
         return _cached_sequence(tokens - prefix, *options).unbind()
 
@@ -250,14 +233,14 @@ class _GridRotary(_Rotary):
         """Return the context's coordinates as columns and rows in patches, (B, T, 2), or None."""
         if context.coordinates is None:
             return None
-        # bfloat16 cannot tell the patches of a large grid apart.
+        # bfloat16 is too coarse for the patches of a large grid.
         dtype = torch.promote_types(query.dtype, torch.float32)
-        shares = context.coordinates.to(query.device, dtype)
+        coordinates = context.coordinates.to(query.device, dtype)
         # With `rescale` the unit is a patch of the trained grid.
-        unit = patches_per_side(shares, None if self.ref_grid else context.grids, self.grid)
+        unit = patches_per_side(coordinates, None if self.ref_grid else context.grids, self.grid)
         if unit is None:
             raise ValueError(f"{self.name}: coordinates need a grid in the options, as their unit")
-        shape = tuple(context.coordinates.shape)
+        shape = tuple(coordinates.shape)
         prefix, tokens = context.prefix_tokens, query.shape[-2]
         if len(shape) != 3 or shape[-1] not in (2, 4) or prefix + shape[1] != tokens:
             raise ValueError(
@@ -265,8 +248,9 @@ class _GridRotary(_Rotary):
                 f"(batch, {tokens - prefix}, 2 or 4), not {shape}"
             )
         if shape[-1] == 4:
-            shares = (shares[..., :2] + shares[..., 2:]) / 2
-        positions = shares * unit - 0.5
+            coordinates = (coordinates[..., :2] + coordinates[..., 2:]) / 2
+        # Patch (row, column) is at (column, row): its centre is half a patch further.
+        positions = coordinates * unit - 0.5
         return functional.pad(positions, (0, 0, prefix, 0))
 
 
@@ -341,8 +325,8 @@ class RotaryMixed(_GridRotary):
         direction = torch.rand(heads, 1, 1) * (2 * math.pi)
         frequencies = pair_frequencies(self.head_width, theta, axes=2).to(direction)
         directions = torch.cat([direction, direction + math.pi / 2], 1)
-        start = torch.stack([directions.cos() * frequencies, directions.sin() * frequencies])
-        self.frequency_table = nn.Parameter(start.flatten(-2))
+        table = torch.stack([directions.cos() * frequencies, directions.sin() * frequencies])
+        self.frequency_table = nn.Parameter(table.flatten(-2))  # (2, heads, dim / 2)
 
     def _cosine_and_sine(self, query: Tensor, context: PositionContext) -> Sequence[Tensor]:
         positions = self._coordinates(query, context)
@@ -359,7 +343,7 @@ class RotaryMixed(_GridRotary):
 def _cached_sequence(
     length: int, prefix: int, dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return cosines and sines of a prefix and a sequence, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a prefix (angle 0) and a sequence, (2, tokens, dim / 2)."""
     angles = functional.pad(sequence_angles(length, dim, theta), (0, 0, prefix, 0))
     return torch.stack(cosine_and_sine(angles, dtype)).to(device)
 
@@ -374,7 +358,7 @@ def _cached_axial(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return cosines and sines of a prefix and a grid, (2, tokens, dim / 2)."""
+    """Return cosines and sines of a prefix (angle 0) and a grid, (2, tokens, dim / 2)."""
     positions = _cached_positions(grid, ref_grid, prefix, torch.float64, torch.device("cpu"))
     return torch.stack(cosine_and_sine(split_angles(positions, dim, theta), dtype)).to(device)
 
@@ -387,5 +371,5 @@ def _cached_positions(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return columns and rows of a prefix, 0, and a grid, (tokens, 2)."""
+    """Return columns and rows of a prefix (0, 0) and of a grid's patches, (tokens, 2)."""
     return functional.pad(grid_positions(*grid, ref_grid), (0, 0, prefix, 0)).to(device, dtype)

@@ -23,11 +23,8 @@ def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -
     """
     scale = query.shape[-1] ** -0.5
     # The halves of the query are multiplied with either table: nothing is concatenated per pair.
-    horizontal, vertical = query.chunk(2, -1)
-    return [
-        products(horizontal, table_x, ids[1:], scale),
-        products(vertical, table_y, ids[:1], scale),
-    ]
+    query_x, query_y = query.chunk(2, -1)
+    return [products(query_x, table_x, ids[1:], scale), products(query_y, table_y, ids[:1], scale)]
 
 
 class SasaPosition(ClippedPosition):
@@ -42,12 +39,7 @@ class SasaPosition(ClippedPosition):
     row in each table (papers.md#irpe-i10). Tables start at zero, at which the layer's function is
     unchanged.
 
-    Args:
-        width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) if the context has no grid; required if `reach` is None.
-        reach: the longest offset, in patches, that is not clipped; None: that of `grid`.
-        shared_heads: the same two tables for all heads.
-        prefix_bucket: whether the tables have a row for pairs with prefix tokens.
+    The options are explained in `ClippedPosition`.
     """
 
     NO_WEIGHT_DECAY = ("table_x", "table_y")

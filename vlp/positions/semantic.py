@@ -77,14 +77,14 @@ def sape_bias(
             f"SaPE: a grid of {rows} x {columns} patches does not fit {query.shape[-2]} tokens"
         )
     with torch.autocast(query.device.type, enabled=False):
-        wide_query, wide_key, table_x, table_y = full_precision(query, key, table_x, table_y)
-        source = wide_key if mode == "key" else wide_query
+        full_query, full_key, table_x, table_y = full_precision(query, key, table_x, table_y)
+        vector_states = full_key if mode == "key" else full_query
         distances = []
         for table, vertical in ((table_x, False), (table_y, True)):
-            line_queries = _lines(wide_query, rows, columns, vertical)
-            line_keys = _lines(wide_key, rows, columns, vertical)
+            line_queries = _lines(full_query, rows, columns, vertical)
+            line_keys = _lines(full_key, rows, columns, vertical)
             positions = _positions(gate(line_queries, line_keys, gate_scale), summation)
-            products = source @ table.transpose(-2, -1)  # Eq. 13, at the whole positions
+            products = vector_states @ table.transpose(-2, -1)  # Eq. 13, at whole positions
             vectors = interpolate(_lines(products, rows, columns, vertical), positions)
             distances.append(pair_distance(_tokens(vectors, vertical)))
         return (-bias_scale * (distances[0] + distances[1])).to(query.dtype)
@@ -136,13 +136,13 @@ class SemanticPosition(PositionEncoding):
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
         self.modes = modes
 
-        def tables(length: int) -> nn.ParameterDict:
+        def create_tables(length: int) -> nn.ParameterDict:
             shape = 1 if shared_heads else heads, length + 1, channels
             return nn.ParameterDict(
                 {mode: nn.Parameter(torch.randn(shape) * deviation) for mode in modes}
             )
 
-        self.tables_x, self.tables_y = tables(grid[1]), tables(grid[0])
+        self.tables_x, self.tables_y = create_tables(grid[1]), create_tables(grid[0])
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Sum `sape_bias` over the modes, 0 for the prefix: (B, heads, T, T)."""
@@ -196,23 +196,24 @@ class _PairDistance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         vectors, distance = ctx.saved_tensors
-        distinct = distance > 0
-        # With pull = gradient / distance the gradient at i is sum_j pull_ij (z_i - z_j).
-        pull = torch.where(distinct, gradient / torch.where(distinct, distance, 1), 0)
+        is_positive = distance > 0
+        # With w = gradient / distance, and w + w^T for both ends of a pair, the gradient at i is
+        # sum_j w_ij (z_i - z_j).
+        weight = torch.where(is_positive, gradient / torch.where(is_positive, distance, 1), 0)
         # As a matrix product it loses digits where distances are small: it is computed in float64,
         # except on MPS, which has neither float64 nor TF32.
-        wide = vectors.float() if vectors.device.type == "mps" else vectors.double()
-        pull = pull.to(wide.dtype)
-        pull = pull + pull.transpose(-2, -1)
-        return (pull.sum(-1, keepdim=True) * wide - pull @ wide).to(vectors.dtype)
+        z = vectors.float() if vectors.device.type == "mps" else vectors.double()
+        weight = weight.to(z.dtype)
+        weight = weight + weight.transpose(-2, -1)
+        return (weight.sum(-1, keepdim=True) * z - weight @ z).to(vectors.dtype)
 
 
 def _distance_by_entry(vectors: Tensor) -> Tensor:
     # For GPUs, where cdist runs a block of threads for every pair.
     squared = vectors.new_zeros(*vectors.shape[:-1], vectors.shape[-2])
     for entry in vectors.unbind(-1):
-        step = entry[..., :, None] - entry[..., None, :]
-        squared = torch.addcmul(squared, step, step)
+        difference = entry[..., :, None] - entry[..., None, :]
+        squared = torch.addcmul(squared, difference, difference)
     return squared.sqrt()
 
 
@@ -220,7 +221,7 @@ def _positions(gates: Tensor, summation: Summation) -> Tensor:
     """Return p_ij along a line from its gates, (..., n, n) (Eq. 10, papers.md#sape-s5)."""
     if summation == "suffix":
         return count_from_end(gates)
-    # A sum to either side, as a difference of two cumulative sums would lose digits.
+    # Sums in both directions, as a difference of two cumulative sums would lose digits.
     ahead = gates.triu().cumsum(-1)
     behind = count_from_end(gates.tril())
     return ahead + behind.tril(-1)

@@ -26,14 +26,9 @@ class ShawPosition(ClippedPosition):
     (papers.md#irpe-i10). Tables start at zero, at which the layer's function is unchanged.
 
     Args:
-        width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) if the context has no grid; required if `reach` is None.
         roles: which of key, value have positions.
-        offsets: "product", or "raster" for a sentence, or for patches as a sequence.
-        reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the
-            longest offset of `grid`.
-        shared_heads: one table for all heads.
-        prefix_bucket: whether the tables have a row for pairs with prefix tokens.
+        width, heads, grid, offsets, reach, shared_heads, prefix_bucket: see `ClippedPosition`;
+            `reach` is k of Eq. 9.
     """
 
     NO_WEIGHT_DECAY = ("tables",)

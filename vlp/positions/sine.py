@@ -1,4 +1,4 @@
-"""Fixed sinusoids of positions: of raster order, of each coordinate, or of whole coordinates."""
+"""Fixed sinusoids of positions: raster order, single coordinates, or coordinate vectors."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ def frequencies(
 
 
 def sinusoid(
-    positions: Tensor,
-    channels: int,
-    temperature: float = 10_000.0,
-    layout: str = "halves",
+    positions: Tensor, channels: int, temperature: float = 10_000.0, layout: str = "halves"
 ) -> Tensor:
-    """Return sinusoids of positions (Vaswani et al.; Li et al., Eq. 1; in ViTARC's Eq. 13).
-
-    Products of two encodings depend on the offset alone.
+    """Return sinusoids of positions (Vaswani et al.; Li et al., Eq. 1; ViTARC, Eq. 13).
 
     Args:
         positions: (...), any dtype.
@@ -63,7 +58,7 @@ def sinusoid(
 
 
 def md_sinusoid(coords: Tensor, freqs: Tensor, layout: str = "halves") -> Tensor:
-    """Return MD-Sine, sinusoids sin(w . x) and cos(w . x) of whole coordinates: (..., channels).
+    """Return MD-Sine, sin(w . x) and cos(w . x) of coordinate vectors x: (..., channels).
 
     **Reconstruction (papers.md#fourier-f11).** The available text of Appendix C of Li et al. lost
     the formula; its prose 'adapts the original frequencies for each dimension' of a linear
@@ -96,8 +91,8 @@ class SinePosition(TokenEncoding):
 
     `sine-1d` numbers the tokens after the prefix. `sine-2d` concatenates sinusoids of row and
     column; `sine-4d` of top, left, bottom and right of a box, in Li et al.'s order, where each
-    patch of a grid is a box. With `mlp` the sinusoids pass the MLP of the Fourier encoder ('Sine +
-    MLP'), together or in groups of coordinates that share it ('Sine-4D+MLP-2/2').
+    patch of a grid is a box. With `mlp` the sinusoids pass the MLP of the Fourier encoder, all
+    together ('Sine + MLP') or in groups of coordinates ('Sine-4D+MLP-2/2').
 
     Coordinates count patches by default, as Eq. 1 counts tokens. `extent` normalises them: 2 pi is
     DETR's range, 100 that of the paper's widget captioning. The context's coordinates are shares of
@@ -107,14 +102,12 @@ class SinePosition(TokenEncoding):
         dimensions: 1, 2 or 4.
         width: channels of the tokens; a multiple of twice the dimensions.
         grid: (rows, columns) where the context has no grid; sine-1d needs no grid.
-        temperature: see `sinusoid`.
-        layout: see `sinusoid`; of each coordinate.
+        temperature, layout: see `sinusoid`; the layout is of each coordinate.
         extent: the image's width and height (sine-1d: the sequence's length) in the unit of the
             sinusoids; None counts patches.
         mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
-        groups: number of groups of coordinates.
-        approximate: see `Modulator`.
-        mixer: see `TokenEncoding`.
+        groups: number of groups of coordinates that share the MLP.
+        approximate, mixer: see `Modulator` and `TokenEncoding`.
     """
 
     def __init__(
@@ -151,13 +144,13 @@ class SinePosition(TokenEncoding):
         self.dimensions, self.groups = dimensions, groups
         self.grid = None if grid is None else (grid[0], grid[1])
         self.temperature, self.layout, self.extent = temperature, layout, extent
-        share = width // groups
-        self.mlp = None if mlp is None else Modulator(share, mlp, share, approximate)
+        group_width = width // groups
+        self.mlp = None if mlp is None else Modulator(group_width, mlp, group_width, approximate)
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return sinusoids of the tokens' positions: (B or 1, T - prefix, width)."""
         if self.dimensions == 1:
-            coords = self._order(x, context)
+            coords = self._raster_order(x, context)
         else:
             coords = vertical_first(
                 token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
@@ -168,7 +161,7 @@ class SinePosition(TokenEncoding):
             return waves.flatten(-2)
         return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
 
-    def _order(self, x: Tensor, context: PositionContext) -> Tensor:
+    def _raster_order(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return the positions of the tokens after the prefix: (B or 1, T - prefix, 1)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         length = sequence_length(self.name, x, context)
@@ -177,11 +170,12 @@ class SinePosition(TokenEncoding):
             return index
         if context.grids is None:
             return (index + 0.5) * (self.extent / max(length, 1))
+        # Padded images: each has a length of its own.
         return (index + 0.5) * (self.extent / context.grids.to(index).prod(-1)[:, None, None])
 
 
 class MDSinePosition(TokenEncoding):
-    """`md-sine`: fixed sinusoids of the whole coordinate, one linear combination per frequency.
+    """`md-sine`: fixed sinusoids of coordinate vectors, one linear combination per frequency.
 
     The baseline MD-Sine of Li et al. 2021. **Reconstruction (papers.md#fourier-f11)**: see
     `md_sinusoid`. Units, grids, prefix tokens and the MLP are as in `SinePosition`, without groups.
@@ -191,13 +185,8 @@ class MDSinePosition(TokenEncoding):
         grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
         freqs: width / 2 numbers, or width / 2 rows of a number per coordinate (x first), in radians
-            per unit; None: `frequencies`.
-        temperature: of the default frequencies.
-        layout: see `sinusoid`.
-        extent: the image's width and height in the unit of the sinusoids; None counts patches.
-        mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
-        approximate: see `Modulator`.
-        mixer: see `TokenEncoding`.
+            per unit; None: `frequencies` of the temperature.
+        temperature, layout, extent, mlp, approximate, mixer: see `SinePosition`.
     """
 
     def __init__(
@@ -223,15 +212,15 @@ class MDSinePosition(TokenEncoding):
         require_extent(self.name, extent)
         # On the CPU, as `meta` has no numbers.
         cpu = torch.device("cpu")
-        values = frequencies(width, temperature, torch.float64, cpu)
+        table = frequencies(width, temperature, torch.float64, cpu)
         if freqs is not None:
-            values = torch.as_tensor(freqs, dtype=values.dtype, device=cpu)
+            table = torch.as_tensor(freqs, dtype=table.dtype, device=cpu)
         # Raises for other shapes and layouts.
-        md_sinusoid(torch.zeros(1, dimensions, device=cpu), values, layout)
-        if len(values) != width // 2:
-            raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(values)}")
+        md_sinusoid(torch.zeros(1, dimensions, device=cpu), table, layout)
+        if len(table) != width // 2:
+            raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(table)}")
         # Not a buffer, which `module.to(bfloat16)` would round.
-        self.freqs = values.tolist()
+        self.freqs = table.tolist()
         self.dimensions, self.layout, self.extent = dimensions, layout, extent
         self.grid = None if grid is None else (grid[0], grid[1])
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)

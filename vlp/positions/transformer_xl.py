@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -37,28 +36,21 @@ def transformer_xl_lookups(
 class TransformerXLPosition(ClippedPosition):
     """Relative positions of Transformer-XL (Dai et al. 2019), on images as iRPE compares them.
 
-    On images s is the sinusoid of the number that iRPE's product method with the clip function
-    gives a pair of offsets, h(dy) * (2 reach + 1) + h(dx) (supplement 4, papers.md#irpe-i15); W^R
-    absorbs a constant shift of the numbers, and the sinusoids' layout (papers.md#irpe-i17). W^R, u
-    and v are shared by all heads by default, as in the paper; in Transformer-XL each head has its
-    own. The printed square W^R leaves the width of s open: by default it is the layer's, as in
-    Transformer-XL.
+    On images s is the sinusoid of h(dy) * (2 reach + 1) + h(dx), the number that iRPE's product
+    method gives a pair of offsets clipped by h (supplement 4, papers.md#irpe-i15); W^R absorbs a
+    constant shift of the numbers, and the sinusoids' layout (papers.md#irpe-i17). By default W^R, u
+    and v are the same for all heads, as in the paper, unlike in Transformer-XL. The paper does not
+    state the width of s: by default it is the layer's, as in Transformer-XL.
 
     Offsets are clipped to the reach on each axis; a longer reach adds no parameters. Pairs with
     prefix tokens have a learned vector in place of s W^R (papers.md#irpe-i10).
 
     Args:
-        width, heads: channels and attention heads of the layer.
-        grid: (rows, columns) if the context has no grid; required if `reach` is None.
-        offsets: "product"; "axes", concatenated sinusoids of dx and dy; or "raster", for a
-            sentence, or for patches as a sequence.
-        reach: the longest offset of an axis, in patches, that is not clipped; None: the longest
-            offset of `grid`.
+        width, heads, grid, reach, prefix_bucket: see `ClippedPosition`.
+        offsets: "product"; "axes", concatenated sinusoids of dx and dy; or "raster".
         shared_heads: the same W^R, u and v for all heads.
-        prefix_bucket: whether there is a vector for pairs with prefix tokens.
         sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.
-        temperature: see `vlp.positions.sine.sinusoid`.
-        layout: see `vlp.positions.sine.sinusoid`.
+        temperature, layout: see `vlp.positions.sine.sinusoid`.
     """
 
     NO_WEIGHT_DECAY = ("u", "v", "prefix")
@@ -120,23 +112,23 @@ class TransformerXLPosition(ClippedPosition):
         The prefix's row comes last. With axes there are two tables, vertical then horizontal, and
         the first table's prefix row is zero, as the rows of both are added.
         """
-        sines = functools.partial(
-            _cached_sinusoids,
+        channels = self.projection.shape[1]
+        stride = 2 * self.reach + 1 if self.offsets == "product" else 0
+        sinusoids = _cached_sinusoids(
             self.projection.device,
             self.projection.dtype,
             reach,
-            temperature=self.temperature,
-            layout=self.layout,
+            channels // 2 if self.offsets == "axes" else channels,
+            stride,
+            self.temperature,
+            self.layout,
         )
-        channels = self.projection.shape[1]
         prefix = [] if self.prefix is None else [self.prefix]
         if self.offsets != "axes":
-            stride = 2 * self.reach + 1 if self.offsets == "product" else 0
-            projected = sines(channels, stride) @ self.projection
-            return torch.cat([projected.to(self.u.dtype), *prefix], 1)
+            rows = sinusoids @ self.projection
+            return torch.cat([rows.to(self.u.dtype), *prefix], 1)
         # In s dx comes first (papers.md#irpe-i16).
         projection_x, projection_y = self.projection.chunk(2, 1)
-        sinusoids = sines(channels // 2, 0)
         zero = [torch.zeros_like(row) for row in prefix]
         parts = [sinusoids @ projection_y, *zero, sinusoids @ projection_x, *prefix]
         return torch.cat([part.to(self.u.dtype) for part in parts], 1)

@@ -29,13 +29,13 @@ class VlpConfig(PreTrainedConfig):
 
     def __init__(self, *, plugins: Mapping[str, str] | None = None, **options: Any) -> None:
         require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
-        keys = {name: options.pop(name, None) for name in ModelConfig.model_fields}
-        values = {name: value for name, value in keys.items() if value is not None}
+        sections = {name: options.pop(name, None) for name in ModelConfig.model_fields}
+        values = {name: section for name, section in sections.items() if section is not None}
         sizes = validate(values, ModelConfig, "VlpConfig").model_dump(mode="json")
         super().__init__(**options)
-        for name, value in sizes.items():
-            setattr(self, name, value)
-        # Its import registers the models, which Auto classes look up by this configuration.
+        for name, section in sizes.items():
+            setattr(self, name, section)
+        # This import registers the models that Auto classes look up by this configuration.
         importlib.import_module("vlp.serving.model")
 
     @classmethod
@@ -44,7 +44,7 @@ class VlpConfig(PreTrainedConfig):
 
         Options are keys, merged into their sections, and transformers' own.
         """
-        # Layers choose their attention by device.
+        # Without effect: layers choose their attention by device.
         options.pop("attn_implementation", None)
         changes = {name: options.pop(name) for name in ModelConfig.model_fields if name in options}
         return super().from_dict(merge(config_dict, changes), **options)
@@ -93,11 +93,11 @@ def weights_dtype(
 
 
 def require_options(options: Mapping[str, Any], supported: Container[str] = ()) -> dict[str, Any]:
-    """Return the `supported` options of `from_pretrained`; unknown ones raise TypeError."""
-    changes = {name: value for name, value in options.items() if name not in _IGNORED}
-    if unknown := [name for name in changes if name not in supported]:
+    """Return the `supported` options of `from_pretrained`; raise TypeError for unknown options."""
+    supported_options = {name: value for name, value in options.items() if name not in _IGNORED}
+    if unknown := [name for name in supported_options if name not in supported]:
         raise TypeError(f"from_pretrained() has no argument {unknown[0]!r}")
-    return changes
+    return supported_options
 
 
 def single_device(device_map: Any) -> Any:
@@ -105,7 +105,7 @@ def single_device(device_map: Any) -> Any:
     if isinstance(device_map, Mapping):
         devices = set(device_map.values())
         if len(devices) > 1:
-            raise ValueError("device_map spreads the model over devices; name one device")
+            raise ValueError("device_map names several devices; the model needs a single device")
         return next(iter(devices), None)
     if device_map in ("auto", "balanced", "sequential"):
         return "cuda" if torch.cuda.is_available() else None

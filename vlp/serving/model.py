@@ -65,7 +65,7 @@ class VlpOutput(ModelOutput):
 
 @dataclass
 class VlpAnswers(ModelOutput):
-    """Scores of the answers in `id2label`: `logits` (B, answers), sigmoids are likelihoods."""
+    """Scores of the answers in `id2label`: `logits` (B, answers), whose sigmoid is a likelihood."""
 
     logits: Tensor | None = None
 
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 
 
 class _VlpPreTrainedModel(PreTrainedModel):
-    """Base of both classes: attributes, and saving as training does."""
+    """Base of both classes, which saves folders as training does."""
 
     config_class = VlpConfig
     base_model_prefix = "vlp"
@@ -95,7 +95,7 @@ class _VlpPreTrainedModel(PreTrainedModel):
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """Write a model folder as training does; a `VlpModel`'s processor writes its own files.
+        """Write a model folder as training does, without the processor's files.
 
         state_dict: weights in place of the model's. push_to_hub: upload the folder, with `options`.
         """
@@ -155,42 +155,39 @@ class VlpModel(_VlpPreTrainedModel):
             return_dict: False returns a tuple.
             token_type_ids: ignored; tokenizers may pass it.
         """
-        image = None if pixel_values is None else self.model.encode_image(pixel_values)
-        text = None
+        outputs: dict[str, Tensor] = {}
+        image = text = None
+        if pixel_values is not None:
+            image = self.model.encode_image(pixel_values)
+            outputs["image_embeds"] = image.feature
         if input_ids is not None:
             text = self.text_features(input_ids, attention_mask, word_mask)
-        outputs: dict[str, Tensor] = {}
-        if image is not None:
-            outputs["image_embeds"] = image.feature
-        if text is not None:
             outputs["text_embeds"] = text.feature
-        if image is None or text is None:
-            if image is text or match or output_anchors or return_loss:
-                raise ValueError("give pixel_values and input_ids, as the processor makes them")
-        else:
-            per_image = image.feature @ text.feature.T / self.model.temperature()
-            outputs |= {"logits_per_image": per_image, "logits_per_text": per_image.T}
+        if image is not None and text is not None:
+            logits = image.feature @ text.feature.T / self.model.temperature()
+            outputs |= {"logits_per_image": logits, "logits_per_text": logits.T}
             if return_loss:
-                outputs["loss"] = _contrastive(per_image)
+                outputs["loss"] = _contrastive_loss(logits)
             if match or output_anchors:
                 outputs |= self._pair_outputs(image, text, match, output_anchors)
+        elif not outputs or match or output_anchors or return_loss:
+            raise ValueError("give pixel_values and input_ids, as the processor returns them")
         out = VlpOutput(**outputs)
         use_dict = return_dict if return_dict is not None else self.config.return_dict
         return out if use_dict is not False else out.to_tuple()
 
     def encode_image(self, pixels: Tensor, normalize: bool = False) -> Tensor:
-        """Embed images (B, 3, height, width) -> (B, d), as open_clip does."""
+        """Embed images (B, 3, height, width) -> (B, d), with the arguments of open_clip."""
         feature = self.model.image_encoder.project(self.model.image_encoder(pixels))
         return functional.normalize(feature, dim=-1) if normalize else feature
 
     def encode_text(
         self, tokens: TextTokens | Mapping[str, Tensor] | Tensor, normalize: bool = False
     ) -> Tensor:
-        """Embed texts -> (B, d), as open_clip does.
+        """Embed texts -> (B, d), with the arguments of open_clip.
 
-        Args:
-            tokens: output of the processor or of `vlp.load`'s tokenizer, or ids (B, N) in which 0
-                is padding, as in BERT's vocabularies.
+        tokens: output of the processor or of `vlp.load`'s tokenizer, or ids (B, N) in which 0 is
+        padding, as in BERT's vocabularies.
         """
         if isinstance(tokens, Mapping):
             ids, mask = tokens["input_ids"], tokens["attention_mask"]
@@ -200,8 +197,8 @@ class VlpModel(_VlpPreTrainedModel):
             ids = require_ids(tokens)
             if self.model.text_encoder.pad_id:
                 raise ValueError(
-                    "token ids alone do not say which are padding for this text tower; give the "
-                    "output of the processor or tokenizer"
+                    "token ids alone do not show the padding of this text tower; give the output "
+                    "of the processor or tokenizer"
                 )
             mask = ids != 0
         ids, mask, _ = self._text_inputs(ids, mask)
@@ -211,7 +208,7 @@ class VlpModel(_VlpPreTrainedModel):
     def get_image_features(
         self, pixel_values: Tensor, **options: Any
     ) -> BaseModelOutputWithPooling:
-        """Embed images (B, 3, height, width), as CLIPModel does: `pooler_output` (B, d)."""
+        """Embed images (B, 3, height, width) as `pooler_output` (B, d), as CLIPModel does."""
         encoder = self.model.image_encoder
         states = encoder(pixel_values)
         return BaseModelOutputWithPooling(
@@ -221,7 +218,7 @@ class VlpModel(_VlpPreTrainedModel):
     def get_text_features(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any
     ) -> BaseModelOutputWithPooling:
-        """Embed texts, ids and mask (B, N), as CLIPModel does: `pooler_output` (B, d)."""
+        """Embed texts, ids and mask (B, N), as `pooler_output` (B, d), as CLIPModel does."""
         input_ids, mask, _ = self._text_inputs(input_ids, attention_mask)
         states = self.model.text_encoder(input_ids, mask)
         return BaseModelOutputWithPooling(states, self.model.project_text(states, mask))
@@ -235,7 +232,7 @@ class VlpModel(_VlpPreTrainedModel):
     ) -> Tensor:
         """Compute log-odds (B,) that texts describe images, by the cross-modal encoder.
 
-        Arguments as of `forward`, with B rows or 1.
+        Arguments as in `forward`; images and texts have B rows or one.
         """
         text = self.text_features(input_ids, attention_mask, word_mask)
         return self.model.match(self.model.encode_image(pixel_values), text)
@@ -246,7 +243,7 @@ class VlpModel(_VlpPreTrainedModel):
         attention_mask: Tensor | None = None,
         word_mask: Tensor | None = None,
     ) -> TextFeatures:
-        """Encode texts (B, N) for calls of `self.model`; arguments as of `forward`."""
+        """Encode texts (B, N) for calls of `self.model`; arguments as in `forward`."""
         return self.model.encode_text(*self._text_inputs(input_ids, attention_mask, word_mask))
 
     def _text_inputs(
@@ -261,19 +258,17 @@ class VlpModel(_VlpPreTrainedModel):
         """Return the requested outputs of pairs by name."""
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
+        outputs = {}
         if match:
             self.model.warn_if_match_is_untrained()
-        outputs = {"itm_logits": self.model.match_logits(features).float()} if match else {}
-        paths = features.paths if output_anchors else None
-        if paths is not None:
+            outputs["itm_logits"] = self.model.match_logits(features).float()
+        paths = features.paths
+        if output_anchors and paths is not None:
             word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
-            above = paths.similarity >= self.model.path_settings.threshold
-            anchors = above & word_mask[:, None, :, None]
-            outputs |= {
-                "similarity": paths.similarity,
-                "anchors": anchors,
-                "path": paths.image_path[:, 1:],
-            }
+            is_anchor = paths.similarity >= self.model.path_settings.threshold
+            outputs["similarity"] = paths.similarity
+            outputs["anchors"] = is_anchor & word_mask[:, None, :, None]
+            outputs["path"] = paths.image_path[:, 1:]
         return outputs
 
     @classmethod
@@ -296,14 +291,14 @@ class VlpModel(_VlpPreTrainedModel):
             device_map: device of the whole model, such as "cuda"; "auto": a GPU if available.
             state_dict: weights in place of the folder's; weights that it lacks keep their
                 initialisation, with a warning.
-            output_loading_info: return also names of missing and unexpected weights.
+            output_loading_info: also return the names of missing and unexpected weights.
             options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
                 `force_download`), or keys of the configuration, merged into their sections.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
         dtype = weights_dtype(dtype, options)
         changes = require_options(options, ModelConfig.model_fields)
-        is_changed = config is not None or len(changes) > 0
+        has_changes = config is not None or len(changes) > 0
         if config is None:
             config = VlpConfig.from_pretrained(folder, **changes)
         elif changes:
@@ -311,10 +306,9 @@ class VlpModel(_VlpPreTrainedModel):
         model = None
         # `state_dict` replaces the folder's weights.
         if state_dict is None:
-            sizes = config.sizes
-            if is_changed and (folder / CONFIG).is_file():
-                check_folder(sizes, read_config(folder / CONFIG), str(folder))
-            model = read_model(folder, sizes)
+            if has_changes and (folder / CONFIG).is_file():
+                check_folder(config.sizes, read_config(folder / CONFIG), str(folder))
+            model = read_model(folder, config.sizes)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
         report = load_state(instance, state_dict)
@@ -329,39 +323,39 @@ class VlpModel(_VlpPreTrainedModel):
 def text_inputs(
     input_ids: Tensor, attention_mask: Tensor | None, word_mask: Tensor | None, max_tokens: int
 ) -> TextTokens:
-    """Return ids and both masks, (B, N) each, as a folder's tokenizer makes them.
+    """Return ids and both masks, (B, N) each, in the form of a folder's tokenizer.
 
-    Padding moves to the end. Texts are cut to `max_tokens`, but keep their last token, [SEP].
+    Padding moves to the end. Texts are truncated to `max_tokens`, but keep their last token, [SEP].
     word_mask None: all tokens but the first and the last of each text.
     """
     ones = torch.ones_like(require_ids(input_ids), dtype=torch.bool)
     mask = ones if attention_mask is None else attention_mask.bool()
-    parts = [input_ids, mask] if word_mask is None else [input_ids, mask, word_mask.bool()]
     order = mask.int().argsort(dim=1, descending=True, stable=True)
-    input_ids, mask, *words = (part.gather(1, order) for part in parts)
-    tokens = TextTokens(input_ids, mask, words[0] if words else _inner_tokens(mask))
+    input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
+    word_mask = _inner_tokens(mask) if word_mask is None else word_mask.bool().gather(1, order)
+    tokens = TextTokens(input_ids, mask, word_mask)
     if input_ids.shape[1] <= max_tokens:
         return tokens
     positions = torch.arange(max_tokens, device=input_ids.device).repeat(len(input_ids), 1)
-    # The last real token goes to the last position.
+    # The last token that is not padding goes to the last position.
     positions[:, -1] = (mask.sum(1) - 1).clamp(min=max_tokens - 1)
-    return TextTokens(*(part.gather(1, positions) for part in tokens))
+    return TextTokens(*(field.gather(1, positions) for field in tokens))
 
 
 def _inner_tokens(mask: Tensor) -> Tensor:
     """Drop the first and the last token of each row of a mask (B, N) with padding at the end."""
-    words = mask & mask.roll(-1, 1)
-    words[:, 0] = words[:, -1] = False
-    return words
+    inner = mask & mask.roll(-1, 1)
+    inner[:, 0] = inner[:, -1] = False
+    return inner
 
 
 def _add_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Rename weights from a file to the names in `VlpModel`, before they are loaded."""
     # transformers' Trainer reads the weights file by itself.
     for name in [name for name in state if name.startswith(prefix)]:
-        inner = name.removeprefix(prefix)
-        if not inner.startswith(_PREFIX):
-            state[f"{prefix}{_PREFIX}{inner}"] = state.pop(name)
+        file_name = name.removeprefix(prefix)
+        if not file_name.startswith(_PREFIX):
+            state[f"{prefix}{_PREFIX}{file_name}"] = state.pop(name)
 
 
 def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -372,25 +366,28 @@ def _remove_prefix(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> 
 
 def load_state(model: PreTrainedModel, state: Mapping[str, Tensor] | None) -> dict[str, Any]:
     """Load weights, if any, and return transformers' `output_loading_info`."""
-    missing, unexpected = (
-        model.load_state_dict(state, strict=False) if state is not None else ((), ())
-    )
-    names = [[name.removeprefix(_PREFIX) for name in group] for group in (missing, unexpected)]
-    for problem, group in zip(("state_dict lacks", "the model lacks"), names):
-        if group:
-            logger.warning("%s these weights: %s", problem, join_names(group))
-    keys = dict(zip(("missing_keys", "unexpected_keys"), map(set, names)))
+    missing: list[str] = []
+    unexpected: list[str] = []
+    if state is not None:
+        result = model.load_state_dict(state, strict=False)
+        missing = [name.removeprefix(_PREFIX) for name in result.missing_keys]
+        unexpected = [name.removeprefix(_PREFIX) for name in result.unexpected_keys]
+    if missing:
+        logger.warning("state_dict lacks these weights: %s", join_names(missing))
+    if unexpected:
+        logger.warning("the model lacks these weights: %s", join_names(unexpected))
+    keys = {"missing_keys": set(missing), "unexpected_keys": set(unexpected)}
     return {**keys, "mismatched_keys": set(), "error_msgs": []}
 
 
-def _contrastive(logits: Tensor) -> Tensor:
+def _contrastive_loss(logits: Tensor) -> Tensor:
     """Compute the symmetric contrastive loss of logits (B, B) with matches on the diagonal."""
     rows, columns = logits.shape
     if rows != columns:
         raise ValueError(f"the loss needs as many images as texts, not {rows} and {columns}")
     target = torch.arange(rows, device=logits.device)
-    losses = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
-    return (losses[0] + losses[1]) / 2
+    i2t, t2i = functional.cross_entropy(logits, target), functional.cross_entropy(logits.T, target)
+    return (i2t + t2i) / 2
 
 
 AutoModel.register(VlpConfig, VlpModel, exist_ok=True)
@@ -409,7 +406,7 @@ class VlpForQuestionAnswering(_VlpPreTrainedModel):
 
     def __init__(self, config: VlpConfig, task: Vqa | None = None) -> None:
         if task is None:
-            raise ValueError("VlpForQuestionAnswering comes from a folder: use from_pretrained")
+            raise ValueError("create a VlpForQuestionAnswering with from_pretrained")
         super().__init__(config)
         self.task = task
         self.post_init()

@@ -53,16 +53,16 @@ log_odds = model.match(image, words)
 
 
 class _Result(NamedTuple):
-    """A saved result: task, shard folders, figures in [0, 1] by name, and its Markdown table."""
+    """A saved evaluation result."""
 
     task: str
-    shards: tuple[str, ...]
-    figures: dict[str, float]
-    table: str
+    shards: tuple[str, ...]  # folders
+    figures: dict[str, float]  # by name, in [0, 1]
+    table: str  # Markdown
 
 
 def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
-    """Write a folder's README.md and return True; False for a README.md without `MARK`, unchanged.
+    """Write a folder's README.md and return True; return False if it has one without `MARK`.
 
     licence: of the weights, by the hub's name ("apache-2.0"); None: the present card's, if any.
     """
@@ -78,16 +78,17 @@ def write_model_card(folder: str | Path, licence: str | None = None) -> bool:
 
 
 def model_card(folder: str | Path, licence: str | None = None) -> str:
-    """Return the card of a model folder; licence: as `write_model_card`."""
+    """Return the card of a model folder; licence: see `write_model_card`."""
     folder = Path(folder)
     require_model(folder)
     config = read_config(folder / CONFIG)
-    task = _json(folder / TASK).get("task") or {}
+    task = _read_json(folder / TASK).get("task") or {}
     kind, results = str(task.get("kind") or ""), list(_results(folder))
-    grounds = (folder / GROUNDING).is_file()
-    card = get_task(kind or "grounding").card if kind or grounds else _WITHOUT_TASK
+    # Grounding is marked by another file.
+    is_grounding = not kind and (folder / GROUNDING).is_file()
+    card = get_task(kind or "grounding").card if kind or is_grounding else _WITHOUT_TASK
     # The folders of a run are all called `model` or `best`.
-    name = folder.resolve().parent.name if _run(folder) else folder.resolve().name
+    name = folder.resolve().parent.name if _run_folder(folder) else folder.resolve().name
     body = [
         _front_matter(name, kind, card, "anchor" in config.cross.position, licence, results),
         MARK,
@@ -119,7 +120,7 @@ def _front_matter(
 
     eval_results = [
         EvalResult(
-            task_type=card.pipeline or result.task if result.task == kind else result.task,
+            task_type=(card.pipeline or result.task) if result.task == kind else result.task,
             dataset_type=Path(result.shards[0]).name or "shards",
             dataset_name=", ".join(result.shards),
             metric_type=figure,
@@ -167,23 +168,19 @@ def _model(folder: Path, config: ModelConfig) -> str:
     rows.append(("in all", f"{sum(counts.values()):,}"))
     if (folder / HEADS).is_file():
         heads = sum(map(math.prod, weight_shapes(folder / HEADS).values()))
-        rows.append(("heads beside it", f"{heads:,}"))
+        rows.append(("heads of the training", f"{heads:,}"))
     text, image, cross = config.text, config.image, config.cross
-    position = ", ".join(f"`{name}`" for name in cross.position)
-    paragraphs = [
+    position = ", ".join(f"`{name}`" for name in cross.position) or "none"
+    if "anchor" in cross.position:
+        position += f" ({cross.anchor.groups} channel groups, mode `{cross.anchor_options.mode}`)"
+    paragraph = (
         f"Texts: {model.text_encoder.depth} layers{_tower_name(text)} of width {text.width}, "
         f"{text.vocab_size:,} word pieces, up to {text.max_tokens} tokens. Images: "
         f"{model.image_encoder.depth} layers{_tower_name(image)} of width {image.width}, "
         f"{image.image_size} px in patches of {image.patch_size} px. Cross-modal: {cross.layers} "
-        f"layers, layout `{cross.layout}`, position {position or 'none'}"
-        + (
-            f" ({cross.anchor.groups} channel groups, mode `{cross.anchor_options.mode}`)."
-            if "anchor" in cross.position
-            else "."
-        ),
-        _table(("part", "parameters"), rows),
-    ]
-    return "\n\n".join(paragraphs)
+        f"layers, layout `{cross.layout}`, position {position}."
+    )
+    return f"{paragraph}\n\n{_table(('part', 'parameters'), rows)}"
 
 
 def _tower_name(config: TextConfig | ImageConfig) -> str:
@@ -195,14 +192,14 @@ def _tower_name(config: TextConfig | ImageConfig) -> str:
 
 
 def _training(folder: Path) -> str:
-    run = _run(folder)
+    run = _run_folder(folder)
     if run is None:
-        return "The folder of the training run is not beside the model, so nothing is known."
+        return "Unknown: the folder of the training run is not the parent of the model folder."
     try:
         config = parse_yaml(redact((run / "config.yaml").read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{run / 'config.yaml'}: cannot be read ({error})") from error
-    report, task = _json(run / "report.json"), config.get("task") or {}
+    report, task = _read_json(run / "report.json"), config.get("task") or {}
     data = task.get("data") or config.get("data") or {}
     training = config.get("training") or {}
     rows = [("initialised from", f"`{config['init_from']}`")] if config.get("init_from") else []
@@ -229,7 +226,7 @@ def _training(folder: Path) -> str:
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each training folder: path, weight, and if it exists number of samples."""
+    """Yield a line for each training folder: path, weight unless 1, samples if it exists."""
     from vlp.data.shards.shard_reader import ShardIndex
 
     weights_by_path = [
@@ -245,18 +242,20 @@ def _sources(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _results(folder: Path) -> Iterator[_Result]:
-    folders = dict.fromkeys((results_folder(folder), folder / RESULTS))
+    # Of two files of one name, that of the run's results folder counts.
     files = {
-        file.name: file for directory in reversed(folders) for file in directory.glob("*.json")
+        file.name: file
+        for results in (folder / RESULTS, results_folder(folder))
+        for file in results.glob("*.json")
     }
     for _, file in sorted(files.items()):
-        content, table = _json(file), file.with_suffix(".md")
-        if "task" in content and table.is_file():
+        content, table_file = _read_json(file), file.with_suffix(".md")
+        if "task" in content and table_file.is_file():
             yield _Result(
-                str(content["task"]),
-                tuple(map(str, content.get("shards") or ())),
-                _figures(content.get("figures") or {}),
-                table.read_text(encoding="utf-8"),
+                task=str(content["task"]),
+                shards=tuple(map(str, content.get("shards") or ())),
+                figures=_figures(content.get("figures") or {}),
+                table=table_file.read_text(encoding="utf-8"),
             )
 
 
@@ -272,13 +271,13 @@ def _figures(figures: Any) -> dict[str, float]:
     return {name: float(row["value"]) for name, row in figures.items() if ": " not in name}
 
 
-def _run(folder: Path) -> Path | None:
-    """Return the folder of the run that wrote a model folder, if it is the parent folder."""
+def _run_folder(folder: Path) -> Path | None:
+    """Return the parent of a model folder if it is the run that wrote the folder, else None."""
     run = folder.resolve().parent
     return run if (run / "config.yaml").is_file() else None
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
@@ -289,5 +288,5 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in rows)]
+    lines = [f"| {key} | {value} |" for key, value in (head, ("---", "---"), *rows)]
     return "\n".join(lines)

@@ -60,8 +60,8 @@ class VlpProcessor(ProcessorMixin):
         if text is not None:
             if not isinstance(text, str) and isinstance(text, Sequence) and not text:
                 raise ValueError("text is empty; give a string or a list of strings")
-            ids, attention, words = self.text(text)
-            data |= {"input_ids": ids, "attention_mask": attention.long(), "word_mask": words}
+            ids, mask, word_mask = self.text(text)
+            data |= {"input_ids": ids, "attention_mask": mask.long(), "word_mask": word_mask}
         return BatchFeature(data, tensor_type=return_tensors or "pt")
 
     @classmethod
@@ -75,9 +75,8 @@ class VlpProcessor(ProcessorMixin):
         # AutoTokenizer would rebuild a tokenizer from the class in its configuration, not from
         # `tokenizer.json`.
         has_tokenizer = Path(folder, "tokenizer.json").is_file()
-        tokenizer = (PreTrainedTokenizerFast if has_tokenizer else AutoTokenizer).from_pretrained(
-            folder
-        )
+        tokenizer_class = PreTrainedTokenizerFast if has_tokenizer else AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(folder)
         return cls(VlpImageProcessor.from_pretrained(folder), tokenizer)
 
     def save_pretrained(

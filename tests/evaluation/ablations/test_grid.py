@@ -362,7 +362,7 @@ def test_minutes_a_run_give_all_encodings_the_steps_of_the_slowest(folder, capsy
         (["--model", "vit_tny_patch16_224"], "model vit_tny_patch16_224: "),
         (["--model", "cait_xxs24_224"], "Cait mixes the logits of its heads"),
         (["--encodings", "sap"], r"unknown position encoding 'sap' \(did you mean 'sape'"),
-        (["--encodings", "anchor"], "lies between an image and a text|cross-modal"),
+        (["--encodings", "anchor"], "between an image and a text|cross-modal"),
         (["--encodings", "rope-mixed:k"], "rope-mixed has no choice of queries, keys and values"),
         (["--encodings", "irpe-product:q:k"], "give roles and each option once"),
         (["--encodings", "irpe-product:k:mode=biss"], "irpe-product.*mode.*biss"),

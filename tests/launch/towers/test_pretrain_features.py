@@ -114,5 +114,5 @@ def test_features_are_pooled_before_or_after(lab, tmp_path, features):
     early = losses(config_of(lab, f"data.features={out}", pool))
     late = losses(config_of(lab, f"data.features={features}", pool))
     assert early == pytest.approx(late, rel=1e-3)
-    with pytest.raises(ConfigError, match=r"holds 5 tokens of an image, and image.pool 1 needs 17"):
+    with pytest.raises(ConfigError, match=r"has 5 tokens per image, and image.pool 1 needs 17"):
         build(config_of(lab, f"data.features={out}"))

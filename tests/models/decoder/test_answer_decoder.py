@@ -15,7 +15,7 @@ from vlp.models.decoder import (
     answer_likelihood,
     beam_search,
     generate,
-    start_decoder,
+    initialise_decoder,
 )
 from vlp.models.pretrained.published import Published
 from vlp.models.vlp import VLPModel
@@ -220,7 +220,7 @@ class TestRanking:
     @pytest.mark.parametrize("candidates", [40, 400, None])
     @pytest.mark.parametrize("logits", [2**26, 500, 1])
     def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits):
-        found = self.rank(parts, answers, candidates=candidates, logits=logits)
+        found = self.rank(parts, answers, candidates=candidates, max_logits=logits)
         odds, best = self.brute_force(parts, answers).max(1)
         assert torch.equal(found.best, best)
         torch.testing.assert_close(found.log_probability, odds, rtol=1e-12, atol=1e-12)
@@ -247,7 +247,7 @@ class TestRanking:
         made, words, states, mask = parts
         most = []
         made.head.register_forward_hook(lambda _, given, out: most.append(out.numel()))
-        ranking = AnswerRanking(made, answers, words, PAD, None, logits=20 * WORDS)
+        ranking = AnswerRanking(made, answers, words, PAD, None, max_logits=20 * WORDS)
         ranking(made.remember(states, mask))
         assert max(most) <= 20 * WORDS
 
@@ -282,7 +282,7 @@ class TestStart:
         """One token, so that causal attention sees what full attention sees; paths are zero."""
         of = model(layout)
         made = AnswerDecoder(AnswerDecoderConfig(layers=2), of.config, MLMHead(16, WORDS)).double()
-        (report,) = start_decoder(made, of)
+        (report,) = initialise_decoder(made, of)
         assert "cross-modal encoder -> answer decoder" in str(report)
         ids, states = torch.tensor([[CLS]]), torch.randn(1, 5, 16, dtype=torch.float64)
         wanted = of.text_encoder.embedding(ids)
@@ -301,7 +301,7 @@ class TestStart:
         of = model()
         made = AnswerDecoder(AnswerDecoderConfig(layers=3), of.config, MLMHead(16, WORDS)).double()
         before = made.layers[2].attention.query.weight.clone()
-        (report,) = start_decoder(made, of)
+        (report,) = initialise_decoder(made, of)
         assert any("layers" in part for part in report.missing)
         assert torch.equal(made.layers[2].attention.query.weight, before)
         shared = of.cross_encoder.layers[1].attention.query.weight
@@ -310,11 +310,11 @@ class TestStart:
     def test_own_words_start_as_the_encoders(self):
         of = model()
         made = decoder(of, embedding="own", start="none")
-        (report,) = start_decoder(made, of)
+        (report,) = initialise_decoder(made, of)
         assert "text encoder" in report.source
         own, theirs = made.embedding.state_dict(), of.text_encoder.embedding.state_dict()
         assert all(torch.equal(own[name], theirs[name]) for name in theirs)
-        assert start_decoder(decoder(of, start="none"), of) == []
+        assert initialise_decoder(decoder(of, start="none"), of) == []
 
     def test_the_last_layers_of_a_bert(self, monkeypatch):
         state = bert()
@@ -322,7 +322,7 @@ class TestStart:
         of = model()
         made = decoder(of, weights="some-bert")
         crossed = made.layers[0].cross_attention.query.weight.clone()
-        (report,) = start_decoder(made, of)
+        (report,) = initialise_decoder(made, of)
         for number in range(2):
             wanted = state[f"encoder.layer.{number + 1}.output.dense.weight"]
             assert torch.equal(made.layers[number].feed_forward.contract.weight, wanted)
@@ -342,9 +342,9 @@ class TestStart:
         monkeypatch.setattr("vlp.models.decoder.read_bert", lambda name: published)
         of = model()
         with pytest.raises(ValueError, match=message):
-            start_decoder(decoder(of, weights="some-bert"), of)
+            initialise_decoder(decoder(of, weights="some-bert"), of)
         with pytest.raises(ConfigError, match=r"the cross-modal encoder has \d heads"):
-            start_decoder(decoder(of, heads=1, start="cross"), of)
+            initialise_decoder(decoder(of, heads=1, start="cross"), of)
 
 
 class TestBeamSearch:

@@ -149,7 +149,7 @@ def test_bfloat16_positions_are_resampled_in_float32(tiny, tmp_path):
         ({"model_args": {"act_layer": "gelu_tanh"}}, r"activation is GELUTanh\(\) there and GELU"),
         ({"model_args": {"global_pool": "avg", "fc_norm": False}}, "set image.pooling=mean"),
         ({"architecture": "mixer_s32_224", "model_args": {}}, "is a MlpMixer, not a vision trans"),
-        ({"architecture": "vit_of_mine"}, "timm makes no model of it .*vit_of_mine"),
+        ({"architecture": "vit_of_mine"}, "timm cannot create a model from it .*vit_of_mine"),
     ],
 )
 def test_another_function_with_the_same_names_is_refused(folder, changes, message):
@@ -190,7 +190,7 @@ def test_averaged_weights_that_are_not_read_are_named(tiny, tmp_path, caplog):
     state = tiny[0].state_dict()
     torch.save({"model": state, "model_ema": state}, tmp_path / "deit.pth")
     loaded(tmp_path / "deit.pth", layers=1)
-    assert "its model_ema, averaged weights, is not read" in caplog.text
+    assert "the averaged weights in model_ema are not read" in caplog.text
 
 
 def test_what_a_folder_lacks_is_named(folder, tmp_path):
@@ -214,7 +214,10 @@ def test_what_a_folder_lacks_is_named(folder, tmp_path):
 def test_names_that_are_nowhere(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     for name, message in (
-        ("acme/none", "cannot load acme/none: no such folder here, and the hub gave none"),
+        (
+            "acme/none",
+            "cannot load acme/none: it is no local folder, and cannot be read from the hub",
+        ),
         ("vit_of_mine", "neither a file, a folder, a hub name .* nor a model of timm"),
         ("vit_tiny_patch16_224", "cannot load vit_tiny_patch16_224: "),
         ("./none", "there is no such folder"),

@@ -260,7 +260,7 @@ def test_settings_that_no_shape_tells_are_compared(there, here, options, message
     ("image", "message"),
     [
         ({"pool": 3}, "pool 3 does not divide"),
-        ({"architecture": {"depth": 1}}, "timm's `name`"),
+        ({"architecture": {"depth": 1}}, "key `name`"),
         ({"pooled_layers": 2}, "pooled_layers above 1 needs a tower: name it in architecture"),
     ],
 )

@@ -9,7 +9,7 @@ import vlp
 from vlp.config import ConfigError
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor, bert_tokenizer
-from vlp.models.decoder import AnswerDecoder, AnswerDecoderConfig, start_decoder
+from vlp.models.decoder import AnswerDecoder, AnswerDecoderConfig, initialise_decoder
 from vlp.models.folder import save_pretrained
 from vlp.models.itm_scorer import ITMScorer
 from vlp.models.pretrained.load import load_public_weights
@@ -96,7 +96,7 @@ def test_folder_of_a_trained_model_is_whole_without_the_hub(tmp_path):
     assert torch.equal(loaded.model.text_encoder(ids, mask), model.text_encoder(ids, mask))
     served = vlp.VlpModel.from_pretrained(own)
     assert loaded.model.text_encoder.pad_id == 1
-    with pytest.raises(ValueError, match="do not say which are padding"):
+    with pytest.raises(ValueError, match="do not show the padding"):
         served.encode_text(ids)
     assert served.encode_text({"input_ids": ids, "attention_mask": mask}).shape[0] == 2
     assert loaded.model.text_encoder(ids, mask).shape == (2, 9, 16)  # by the adapter
@@ -228,4 +228,4 @@ def test_answers_are_not_written_by_a_tower():
     model = tower_model(tiny_text())
     decoder = AnswerDecoder(AnswerDecoderConfig(), model.config, torch.nn.Linear(16, 64))
     with pytest.raises(ConfigError, match=r"text\.architecture: answers and captions"):
-        start_decoder(decoder, model)
+        initialise_decoder(decoder, model)

@@ -123,7 +123,7 @@ def test_encodings_that_see_later_tokens_are_refused_and_do(position):
 
 
 def test_wrong_names_and_options_are_refused_by_name():
-    with pytest.raises(ConfigError, match="anchor lies between an image and a text"):
+    with pytest.raises(ConfigError, match="anchor acts between an image and a text"):
         on_tokens(named("anchor"))
     with pytest.raises(ConfigError, match=r"sine-2d: .*colour"):
         create_encoding(named("sine-2d", colour=1), width=WIDTH)

@@ -74,8 +74,10 @@ class PositionedVisionTransformer(PositionedModel, VisionTransformer):
         if self.pos_embed is not None:
             return super()._pos_embed(x)
         # Without `pos_embed` timm's distilled models fail, and its older versions omit the prefix.
-        second = self.dist_token if isinstance(self, VisionTransformerDistilled) else self.reg_token
-        prefix = [token for token in (self.cls_token, second) if token is not None]
+        is_distilled = isinstance(self, VisionTransformerDistilled)
+        second_token = self.dist_token if is_distilled else self.reg_token
+        tokens: tuple[Any, Any] = self.cls_token, second_token
+        prefix = [token for token in tokens if token is not None]
         # Not `len`, which `torch.jit.trace` makes a constant.
         batch = x.shape[0]
         patches = x.reshape(batch, -1, x.shape[-1])
@@ -150,7 +152,7 @@ class Adapter:
     positioned: ClassVar[dict[type, type]]
     # Name of the module that outputs the embedded tokens.
     token_module: ClassVar[str] = "pos_drop"
-    # Whether these tokens include the prefix.
+    # Whether its output includes the prefix.
     has_prefix: ClassVar[bool] = True
     # Whether a hook of the patch convolution records the grid.
     hooks_grid: ClassVar[bool] = True
@@ -176,19 +178,20 @@ class Adapter:
 
     def layers(self) -> list[Any]:
         """Return the layers of attention in order, or raise ValueError for unsupported classes."""
-        # Exact classes alone, as the override of a subclass would be lost.
+        # No subclasses: changing their class would lose their overrides.
         supported = {*ATTENTION, *ATTENTION.values()}
         layers = []
         for block in self.blocks():
             parts = [part for part in block.modules() if not isinstance(part, PositionEncoding)]
             block_layers = [part for part in parts if type(part) in supported]
+            # `parts[0]` is the block.
             names = [type(part).__name__ for part in parts[1:] if type(part) not in supported]
             unsupported = [name for name in names if "Attention" in name or name.endswith("Attn")]
             if unsupported or not block_layers:
-                reason = f"has {unsupported[0]}" if unsupported else "has no layer of attention"
+                found = f"with {unsupported[0]}" if unsupported else "without a layer of attention"
                 raise ValueError(
-                    f"{type(block).__name__} {reason} that an encoding can be attached to; known "
-                    f"are {', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
+                    f"encodings cannot be attached to a {type(block).__name__} {found}; supported "
+                    f"layers are {', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
                 )
             layers += block_layers
         return layers
@@ -332,21 +335,20 @@ ADAPTERS: tuple[type[Adapter], ...] = (
 
 
 def add_positions_to(layer: Any) -> None:
-    """Change a layer of attention to its class with encodings, as yet without any."""
+    """Change a layer of attention to its class with encodings, and add an empty list of them."""
     if type(layer) in ATTENTION:
         layer.__class__ = ATTENTION[type(layer)]
         layer.positions = nn.ModuleList().train(layer.training)
 
 
 def attention_sizes(layer: Any) -> tuple[Tensor, int, int]:
-    """Return a layer's query or joint projection weight, query width, and number of heads."""
-    joint = getattr(layer, "qkv", None)
-    query = layer.query if hasattr(layer, "query") else getattr(layer, "q_proj", None)
-    weight: Tensor = (joint if joint is not None else query).weight  # type: ignore[union-attr]
-    width = weight.shape[0] // (3 if joint is not None else 1)
-    heads = next(
-        getattr(layer, name)
-        for name in ("num_heads", "heads", "num_attention_heads")
-        if hasattr(layer, name)
-    )
+    """Return the weight of a layer's query or qkv projection, query width, and number of heads."""
+    if getattr(layer, "qkv", None) is not None:
+        weight = layer.qkv.weight
+        width = weight.shape[0] // 3
+    else:
+        weight = (layer.query if hasattr(layer, "query") else layer.q_proj).weight
+        width = weight.shape[0]
+    names = ("num_heads", "heads", "num_attention_heads")
+    heads = next(getattr(layer, name) for name in names if hasattr(layer, name))
     return weight, int(width), int(heads)

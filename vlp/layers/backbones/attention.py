@@ -44,7 +44,7 @@ class ContextStore:
     """Contexts of a model's tokens; the model writes them, its attention layers read them.
 
     The model and its layers refer to the same object, also in copies and pickles. A thread reads
-    what it wrote itself, or else, as a GPU's backward pass, what was written last.
+    the contexts that it wrote, or else, as in a GPU's backward pass, the latest of any thread.
 
     Args:
         prefix_tokens: number of leading tokens without a position.
@@ -64,7 +64,7 @@ class ContextStore:
     def write_sizes(self, sizes: Tensor, patches: int) -> None:
         """Write the grids of the current images, padded to the same number of patches.
 
-        Images of the same grid without padding get the context of that grid, others one with
+        The context has the grid if all images have the same grid and no padding, or else
         `coordinates` and `grids`.
 
         Args:
@@ -77,9 +77,9 @@ class ContextStore:
             return
         patch = torch.arange(patches, device=sizes.device)
         height, width = sizes[:, :1], sizes[:, 1:]
-        shares = [(patch % width + 0.5) / width, (patch // width + 0.5) / height]
+        x, y = (patch % width + 0.5) / width, (patch // width + 0.5) / height
         # Clamped, as padding would lie below the image.
-        coordinates = torch.stack(shares, -1).clamp(0, 1)
+        coordinates = torch.stack([x, y], -1).clamp(0, 1)
         context = PositionContext(None, self.prefix_tokens, coordinates, grids=sizes)
         self._set(patches, context)
 
@@ -92,10 +92,10 @@ class ContextStore:
     def read(self, tokens: int) -> PositionContext:
         """Return the context of the latest images with a number of tokens, prefix included."""
         if tokens not in self._contexts:
-            sizes = ", ".join(map(str, self._contexts)) or "none so far"
+            counts = ", ".join(map(str, self._contexts)) or "no"
             raise ValueError(
-                f"no image of this model has {tokens} tokens ({sizes}): patches were dropped, or "
-                "attention was called without its model"
+                f"attention got {tokens} tokens, and the model's images had {counts} tokens: "
+                "patches were dropped, or attention was called without its model"
             )
         return self._thread_contexts.contexts.get(tokens, self._contexts[tokens])
 
@@ -123,9 +123,11 @@ class TokenEncodings(nn.ModuleList):
 
     def encode(self, module: nn.Module, arguments: Any, tokens: Tensor) -> Tensor:
         """Apply the encodings to a module's output (B, tokens, width), as its forward hook."""
-        missing_prefix = 0 if self._has_prefix else self._store.prefix_tokens
-        context = self._store.read(missing_prefix + int(tokens.shape[1]))
-        if missing_prefix:
+        count = int(tokens.shape[1])
+        if self._has_prefix:
+            context = self._store.read(count)
+        else:
+            context = self._store.read(self._store.prefix_tokens + count)
             context = replace(context, prefix_tokens=0)
         for encoding in self:
             tokens = call_method(encoding, PositionEncoding.tokens, tokens, context)
@@ -148,8 +150,8 @@ class _ReplacedAttention(TorchFunctionMode):
 class PositionedLayer(nn.Module):
     """Base of timm's layers that call `scaled_dot_product_attention`, with encodings.
 
-    `fused` is as in `attend`; where it is None, `fused_attn` False selects the explicit path, on
-    which the attention weights pass through `attn_drop` as in timm.
+    `fused` is as in `attend`; if it is None, timm's `fused_attn` False selects the explicit path,
+    on which the attention weights pass through `attn_drop` as in timm.
     """
 
     positions: nn.ModuleList
@@ -190,7 +192,8 @@ class PositionedLayer(nn.Module):
         scale: float | None = None,
     ) -> Tensor:
         """Attend with the hooks: arguments as in `scaled_dot_product_attention`."""
-        drop: nn.Module | None = getattr(self, "attn_drop", None)
+        dropout: nn.Module | None = getattr(self, "attn_drop", None)
+        is_explicit = self.fused is None and not self.__dict__["fused_attn"]
         return attend(
             query,
             key,
@@ -198,9 +201,9 @@ class PositionedLayer(nn.Module):
             self.positions,
             context,
             _bias_from_mask(attn_mask, is_causal, query),
-            False if self.fused is None and not self.__dict__["fused_attn"] else self.fused,
-            0.0 if drop is None else _dropout_rate(drop),
-            drop,
+            False if is_explicit else self.fused,
+            0.0 if dropout is None else _dropout_rate(dropout),
+            dropout,
             scale,
         )
 
@@ -212,12 +215,12 @@ class PositionedAttention(PositionedLayer, Attention):
 
 @register_notrace_module
 class PositionedAttentionRope(PositionedLayer, AttentionRope):
-    """Self-attention with RoPE of its own, which turns queries and keys before encodings do."""
+    """Self-attention with its own RoPE, which acts before the encodings."""
 
 
 @register_notrace_module
 class PositionedEvaAttention(PositionedLayer, EvaAttention):
-    """Self-attention of EVA; its RoPE turns queries and keys before encodings do."""
+    """Self-attention of EVA, with its own RoPE, which acts before the encodings."""
 
 
 @register_notrace_module
@@ -227,14 +230,14 @@ class PositionedBeitAttention(PositionedLayer, BeitAttention):
 
 @register_notrace_module
 class PositionedRelPosAttention(PositionedLayer, RelPosAttention):
-    """Self-attention of ViTs with a relative position bias, which stays."""
+    """Self-attention of ViTs with their own relative position bias."""
 
 
 @register_notrace_module
 class PositionedWindowAttention(WindowAttention):
     """Swin's self-attention within windows, each of which is a grid without prefix.
 
-    Swin's mask of shifted windows stays, and its relative position bias, unless the table is None.
+    Swin's mask of shifted windows and its relative position bias act, too; a table None is no bias.
     `fused` is as in `attend`.
     """
 
@@ -293,8 +296,8 @@ class PositionedWindowAttentionV2(WindowAttentionV2):
         layer: Any = self
         table = layer.cpb_mlp(layer.relative_coords_table).view(-1, self.num_heads)
         ids = layer.relative_position_index
-        bias: Tensor = table[ids.flatten()].unflatten(0, tuple(ids.shape)).permute(2, 0, 1)
-        return 16 * bias[None].sigmoid()
+        logits: Tensor = table[ids.flatten()].unflatten(0, tuple(ids.shape)).permute(2, 0, 1)
+        return 16 * logits[None].sigmoid()
 
 
 def _attend_within_windows(
@@ -332,7 +335,7 @@ def _split_heads(projected: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 def _bias_from_mask(mask: Tensor | None, is_causal: bool, query: Tensor) -> Tensor | None:
-    """Return the bias of a causal mask, of a boolean mask, or of one that is added to logits."""
+    """Return a mask of `scaled_dot_product_attention` as a bias, or None without a mask."""
     if is_causal:
         tokens = query.shape[-2]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()

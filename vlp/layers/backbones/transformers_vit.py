@@ -11,6 +11,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -46,11 +47,18 @@ class TransformersAdapter(Adapter):
         if hasattr(model.config, "text_config"):
             raise ValueError(f"{name} has a text encoder, too; attach to its vision_model alone")
         # The outermost: ViTPatchEmbeddings, inside of ViTEmbeddings, output no prefix.
-        paths = [x for x in embeddings if not any(x.startswith(f"{y}.") for y in embeddings)]
+        paths = [
+            path
+            for path in embeddings
+            if not any(path.startswith(f"{outer_path}.") for outer_path in embeddings)
+        ]
         self._layers = [part for part in model.modules() if _is_attention(part)]
         if len(paths) != 1 or not self._layers:
-            missing = "layers of attention" if len(paths) == 1 else "one embedding of patches"
-            raise ValueError(f"{name} of transformers has not {missing} that encodings could enter")
+            missing = "layers of attention" if len(paths) == 1 else "a single embedding of patches"
+            raise ValueError(
+                f"encodings cannot be attached to {name} of transformers: it has not {missing} of "
+                "a supported class"
+            )
         self._path, self._embeddings = paths[0], embeddings[paths[0]]
         self._projection = _projection(self._embeddings)
 
@@ -72,17 +80,16 @@ class TransformersAdapter(Adapter):
         if not isinstance(self._projection, nn.Conv2d):
             side = int(config.num_patches**0.5)
             return side, side
-        sizes = (config.image_size, config.patch_size)
-        image, patch = (size if isinstance(size, list | tuple) else (size, size) for size in sizes)
-        return int(image[0] // patch[0]), int(image[1] // patch[1])
+        image_size, patch_size = to_2tuple(config.image_size), to_2tuple(config.patch_size)
+        return int(image_size[0] // patch_size[0]), int(image_size[1] // patch_size[1])
 
     @property
     def prefix_tokens(self) -> int:
         """Count the leading tokens without a position: [CLS], the distillation token, registers."""
         parameters = {name.rpartition(".")[2]: x for name, x in self._embeddings.named_parameters()}
-        single = {"cls_token", "class_embedding", "distillation_token"} & parameters.keys()
+        single_tokens = {"cls_token", "class_embedding", "distillation_token"} & parameters.keys()
         registers = parameters.get("register_tokens")
-        return len(single) + (0 if registers is None else int(registers.shape[1]))
+        return len(single_tokens) + (0 if registers is None else int(registers.shape[1]))
 
     def layers(self) -> list[Any]:
         """Return the layers of attention in order."""

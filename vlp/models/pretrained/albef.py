@@ -1,4 +1,4 @@
-"""A public ALBEF checkpoint as the start of a model with ACE-RPE (the paper's first limitation).
+"""Initialisation from a public ALBEF checkpoint, with ACE-RPE (the paper's first limitation).
 
 ALBEF (Li et al. 2021) is a ViT-B/16, a BERT of text layers and fusion layers with cross-attention,
 two contrastive projections, and an ITM head; a model of layout `albef` has the same parts. ACE-RPE
@@ -47,7 +47,7 @@ _PREFIXES = {
     "visual_encoder.": "image_encoder.vit.",
     "vision_proj.": "image_encoder.projection.",
     "text_proj.": "text_encoder.projection.",
-    # Both sides order the classes alike: 0 = not matched, 1 = matched.
+    # Classes have the same order: 0 = not matched, 1 = matched.
     "itm_head.": "match_head.",
 }
 _POSITIONS = "image_encoder.vit.pos_embed"
@@ -92,14 +92,14 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
                 f"the {name} encoder's width {channels} is not a multiple of {HEAD_WIDTH}, the "
                 "width of a head"
             )
-    layers, fusion = _layer_numbers(state)
+    layers, fusion_layers = _layer_numbers(state)
     blocks = {block[1] for key in state if (block := _BLOCK.match(key))}
     expand = f"{bert}encoder.layer.{{}}.intermediate.dense.weight"
     return ModelConfig(
         text=TextConfig(
             vocab_size=vocab_size,
             width=width,
-            layers=len(layers) - len(fusion),
+            layers=len(layers) - len(fusion_layers),
             heads=width // HEAD_WIDTH,
             intermediate=shape(expand.format(0))[0],
             max_positions=max_positions,
@@ -115,9 +115,9 @@ def albef_config(state: Mapping[str, Tensor], image_size: int | None = None) -> 
             normalisation=(MEAN, STD),
         ),
         cross=CrossConfig(
-            layers=len(fusion),
+            layers=len(fusion_layers),
             heads=width // HEAD_WIDTH,
-            intermediate=shape(expand.format(min(fusion)))[0],
+            intermediate=shape(expand.format(min(fusion_layers)))[0],
             layout="albef",
             position=("anchor",),
         ),
@@ -179,20 +179,16 @@ def _check_heads(config: ModelConfig, source: str) -> None:
 
 def _layer_numbers(state: Mapping[str, Tensor]) -> tuple[set[int], set[int]]:
     """Return the numbers of all BERT layers and of fusion layers, which must come last."""
-    layers: set[int] = set()
-    fusion: set[int] = set()
-    for key in state:
-        if layer := _LAYER.fullmatch(key):
-            layers.add(int(layer[1]))
-            if layer[2].startswith("crossattention."):
-                fusion.add(int(layer[1]))
-    count = len(layers)
-    if not fusion or layers != {*range(count)} or fusion != {*range(count - len(fusion), count)}:
+    matches = [match for key in state if (match := _LAYER.fullmatch(key))]
+    layers = {int(match[1]) for match in matches}
+    fusion_layers = {int(match[1]) for match in matches if match[2].startswith("crossattention.")}
+    last_layers = set(sorted(layers)[len(layers) - len(fusion_layers) :])
+    if not fusion_layers or layers != {*range(len(layers))} or fusion_layers != last_layers:
         raise ValueError(
             "not a state dict of ALBEF: its last BERT layers must have a cross-attention, but "
-            f"of layers {sorted(layers)} it is in {sorted(fusion)}"
+            f"of layers {sorted(layers)} it is in {sorted(fusion_layers)}"
         )
-    return layers, fusion
+    return layers, fusion_layers
 
 
 def _target_name(key: str, text_layers: int) -> str | None:
@@ -204,10 +200,10 @@ def _target_name(key: str, text_layers: int) -> str | None:
         number, (part, _, parameter) = int(layer[1]), layer[2].rpartition(".")
         if part not in _FUSION_LAYER:
             return None
-        inner = f"{_FUSION_LAYER[part]}.{parameter}"
+        name = f"{_FUSION_LAYER[part]}.{parameter}"
         if number < text_layers:
-            return f"text_encoder.layers.{number}.{inner}"
-        return f"cross_encoder.layers.{number - text_layers}.{inner}"
+            return f"text_encoder.layers.{number}.{name}"
+        return f"cross_encoder.layers.{number - text_layers}.{name}"
     part, _, parameter = key.removeprefix("text_encoder.").removeprefix("bert.").rpartition(".")
     if key.startswith("text_encoder.") and part in BERT_EMBEDDING:
         return f"text_encoder.{BERT_EMBEDDING[part]}.{parameter}"
@@ -219,10 +215,9 @@ def _log_scale(temp: Tensor, model: VLPModel, source: str) -> tuple[Tensor, list
     value = float(temp)
     if not 0 < value < math.inf:
         raise ValueError(f"{source}: temp is {value}, not a positive temperature")
-    low, high = model.temperature.low, model.temperature.high
-    log_scale = -temp.double().log()
-    clamped = log_scale.clamp(low, high)
+    unclamped = -temp.double().log()
+    log_scale = unclamped.clamp(model.temperature.low, model.temperature.high)
     notes = []
-    if not torch.equal(clamped, log_scale):
-        notes = [f"temperature {value:g} clamped to {math.exp(-float(clamped)):g}"]
-    return clamped.to(model.temperature.log_scale.dtype), notes
+    if not torch.equal(log_scale, unclamped):
+        notes = [f"temperature {value:g} clamped to {math.exp(-float(log_scale)):g}"]
+    return log_scale.to(model.temperature.log_scale.dtype), notes

@@ -24,17 +24,12 @@ from vlp.data.image.transforms import FILE_NAME, Preprocessing
 from vlp.layers.blocks import NORM_EPS
 from vlp.models.config import ImageConfig, ModelConfig
 from vlp.models.image_encoder import create_tower
-from vlp.models.pretrained.published import (
-    network_settings,
-    read_bert,
-    read_vit,
-    vit_settings,
-)
+from vlp.models.pretrained.published import network_settings, read_bert, read_vit, vit_settings
 from vlp.models.towers import fit_image_tower, transformers_config
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
-# Values that transformers uses for keys that a config.json lacks.
+# transformers' defaults for keys that a config.json lacks.
 _DEFAULTS = {
     "model_type": "bert",
     "num_attention_heads": 12,
@@ -54,8 +49,7 @@ _FIXED = {
     "is_decoder": (False,),
 }
 
-# No shape depends on the number of heads.
-_UNSTATED_HEADS = "the source does not state its heads: assuming {}"
+_UNKNOWN_HEADS = "the source does not state its heads: assuming {}"
 
 
 def check_bert(
@@ -67,14 +61,15 @@ def check_bert(
 ) -> list[str]:
     """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
-        return [_UNSTATED_HEADS.format(config.text.heads if with_text else config.cross.heads)]
+        # No shape depends on the number of heads.
+        return [_UNKNOWN_HEADS.format(config.text.heads if with_text else config.cross.heads)]
     keys = {"text.width": "hidden_size"}
     if with_text:
         keys |= {"text.heads": "num_attention_heads", "text.intermediate": "intermediate_size"}
         keys |= {"text.max_positions": "max_position_embeddings", "text.vocab_size": "vocab_size"}
     if with_cross:
         keys |= {"cross.heads": "num_attention_heads", "cross.intermediate": "intermediate_size"}
-    sizes = [(key, name, attrgetter(name)(config)) for name, key in keys.items()]
+    sizes = [(bert_key, key, attrgetter(key)(config)) for key, bert_key in keys.items()]
     check_bert_settings(settings, sizes, source)
     return []
 
@@ -82,43 +77,47 @@ def check_bert(
 def check_bert_settings(
     settings: Mapping[str, Any], sizes: Sequence[tuple[str, str, int]], source: str
 ) -> None:
-    """Check a BERT's config.json: values that no key sets, and sizes (its key, our key, ours)."""
-    theirs = _DEFAULTS | dict(settings)
-    wrong = [
-        f"{key} is {theirs[key]!r} there and {allowed[0]!r} in this model, where no key sets it"
+    """Check a BERT's config.json against this package's fixed settings, and sizes.
+
+    sizes: key of config.json, key of the model's configuration, and the model's size.
+    """
+    bert = _DEFAULTS | dict(settings)
+    problems = [
+        f"{key} is {bert[key]!r} there and {allowed[0]!r} in this model, where no key sets it"
         for key, allowed in _FIXED.items()
-        if theirs[key] not in allowed
+        if bert[key] not in allowed
     ]
     # A size that the config.json lacks is checked by the shapes of the weights.
-    wrong += [
-        f"{key} is {theirs[key]} there and {name} is {ours} here; set {name}={theirs[key]}"
-        for key, name, ours in sizes
-        if theirs.get(key, ours) != ours
+    problems += [
+        f"{bert_key} is {bert[bert_key]} there and {key} is {size} here; set {key}={bert[bert_key]}"
+        for bert_key, key, size in sizes
+        if bert.get(bert_key, size) != size
     ]
-    if wrong:
-        raise ConfigError(f"{source} does not fit: {'; '.join(wrong)}")
+    if problems:
+        raise ConfigError(f"{source} does not fit: {'; '.join(problems)}")
 
 
 def check_vit(
-    theirs: Mapping[str, Any] | nn.Module | None, ours: Mapping[str, Any], source: str
+    source_model: Mapping[str, Any] | nn.Module | None, settings: Mapping[str, Any], source: str
 ) -> list[str]:
-    """Check a ViT's `vit_settings`, or timm network, against the model's; return report notes."""
-    if theirs is None:
-        return [_UNSTATED_HEADS.format(ours["heads"])]
-    if isinstance(theirs, nn.Module):
-        theirs = vit_settings(theirs, source)
-    if theirs["heads"] != ours["heads"]:
+    """Check a ViT's `vit_settings`, or timm model, against the model's; return report notes."""
+    if source_model is None:
+        return [_UNKNOWN_HEADS.format(settings["heads"])]
+    if isinstance(source_model, nn.Module):
+        source_model = vit_settings(source_model, source)
+    heads = source_model["heads"]
+    if heads != settings["heads"]:
         raise ConfigError(
-            f"{source} has {theirs['heads']} heads and image.heads is {ours['heads']}; set "
-            f"image.heads={theirs['heads']}"
+            f"{source} has {heads} heads and image.heads is {settings['heads']}; set "
+            f"image.heads={heads}"
         )
-    settings = [(f"{key} is", theirs[key], ours[key]) for key in ("block", "activation")]
-    _require_equal(settings, source)
+    _require_equal(
+        [(f"{key} is", source_model[key], settings[key]) for key in ("block", "activation")], source
+    )
     # Only noted: for equal weights transformers states 1e-12 and timm 1e-6.
-    if theirs["norm_eps"] != ours["norm_eps"]:
-        return [
-            f"norms add {theirs['norm_eps']:g} to the variance there, {ours['norm_eps']:g} here"
-        ]
+    source_eps, eps = source_model["norm_eps"], settings["norm_eps"]
+    if source_eps != eps:
+        return [f"norms add {source_eps:g} to the variance there, {eps:g} here"]
     return []
 
 
@@ -138,12 +137,15 @@ def check_image_tower(
         return ["the source does not state heads and activations; assuming the tower's"]
     if not isinstance(source_model, nn.Module):
         return check_vit(source_model, vit_settings(tower, "image.architecture"), source)
-    ours, theirs = network_settings(tower), network_settings(source_model)
-    keys = theirs.keys() & ours.keys()
-    # RoPE has no weights whose absence would show.
-    keys |= {"rope is"} & (theirs.keys() | ours.keys())
+    settings, source_settings = network_settings(tower), network_settings(source_model)
+    keys = settings.keys() & source_settings.keys()
+    # RoPE has no weights, which would show that a model lacks it.
+    keys |= {"rope is"} & (settings.keys() | source_settings.keys())
     _require_equal(
-        [(f"vit.{key}", theirs.get(key, "missing"), ours.get(key, "missing")) for key in keys],
+        [
+            (f"vit.{key}", source_settings.get(key, "missing"), settings.get(key, "missing"))
+            for key in keys
+        ],
         source,
     )
     return []
@@ -167,16 +169,17 @@ def check_pixels(
     source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
 ) -> None:
     """Require the pixel normalisation of the weights' training, unless the user sets one."""
-    values: Any = getattr(source_model, "pretrained_cfg", source_model) or {}
-    theirs = tuple(tuple(values.get(key) or ()) for key in ("mean", "std"))
-    if config.normalisation is None and all(theirs) and theirs != config.statistics:
+    settings: Any = getattr(source_model, "pretrained_cfg", source_model) or {}
+    statistics = tuple(tuple(settings.get(key) or ()) for key in ("mean", "std"))
+    if config.normalisation is None and all(statistics) and statistics != config.statistics:
+        value = json.dumps(statistics).replace(" ", "")
         raise ConfigError(
             f"{source} was trained with other mean and deviation of pixels than "
-            f"{config.statistics}: set image.normalisation={json.dumps(theirs).replace(' ', '')}"
+            f"{config.statistics}: set image.normalisation={value}"
         )
 
 
-# Settings of transformers that do not change an encoder's output; all others must agree.
+# Settings of transformers that do not change an encoder's output; all others must be equal.
 _TRAINING_SETTINGS = re.compile(
     r"_.*|.*(dropout|drop_prob|initializer|token_id|label|output_|pruned|classifier|chunk_size).*"
     r"|architectures|auto_map|d?type|torch_dtype|transformers_version|use_cache|use_return_dict"
@@ -198,33 +201,38 @@ def check_text_tower(
     source_config = transformers_config(
         config.text.model_copy(update={"architecture": architecture})
     )
-    ours, theirs = model_config.to_dict(), source_config.to_dict()
+    model_settings, source_settings = model_config.to_dict(), source_config.to_dict()
     # Not only training reads them: ESM scales embeddings by its `token_dropout`.
-    compared = {"pad_token_id", "token_dropout"}
+    inference_keys = {"pad_token_id", "token_dropout"}
     # DeBERTa buckets offsets by the number of positions; other models have a table of that size.
-    compared |= {"max_position_embeddings"} if ours.get("relative_attention") else set()
+    if model_settings.get("relative_attention"):
+        inference_keys.add("max_position_embeddings")
     keys = {
         key
-        for key in theirs.keys() & ours.keys()
-        if key in compared or not _TRAINING_SETTINGS.fullmatch(key)
+        for key in source_settings.keys() & model_settings.keys()
+        if key in inference_keys or not _TRAINING_SETTINGS.fullmatch(key)
     }
     if model_config.model_type != source_config.model_type:
         keys = {"model_type"}
     _require_equal(
-        [(f"text.architecture.{key} is", theirs[key], ours[key]) for key in keys], source
+        [
+            (f"text.architecture.{key} is", source_settings[key], model_settings[key])
+            for key in keys
+        ],
+        source,
     )
     return []
 
 
 def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> None:
     """Require equal values in each setting (name, value of the source, value of the model)."""
-    wrong = [
-        f"{name} {theirs!s} there and {ours!s} here"
-        for name, theirs, ours in settings
-        if theirs != ours
+    problems = [
+        f"{name} {source_value!s} there and {value!s} here"
+        for name, source_value, value in settings
+        if source_value != value
     ]
-    if wrong:
-        raise ConfigError(f"{source} does not fit: {join_names(sorted(wrong))}")
+    if problems:
+        raise ConfigError(f"{source} does not fit: {join_names(sorted(problems))}")
 
 
 def check_folder(
@@ -236,54 +244,56 @@ def check_folder(
 ) -> None:
     """Require the settings of a folder's training that the shapes of its weights do not show.
 
-    processor_folder: compare the pixels' normalisation of its processor, None: it is used anyway.
-    match_is_trained: compare cross.layout, which the match score depends on.
+    processor_folder: folder with the training's processor, to compare pixel normalisation; None
+    compares none, where the folder's processor is used anyway. match_is_trained: compare
+    cross.layout, which the match score depends on.
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
-    architectures = config.image.architecture, trained_config.image.architecture
-    keys += ["image.heads"] if architectures == (None, None) else []
+    architecture, trained_architecture = (
+        config.image.architecture,
+        trained_config.image.architecture,
+    )
+    keys += ["image.heads"] if architecture is None and trained_architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
-    pairs = [(key, attrgetter(key)(config), attrgetter(key)(trained_config)) for key in keys]
+    settings = [(key, attrgetter(key)(config), attrgetter(key)(trained_config)) for key in keys]
     if processor_folder is not None and (processor_folder / FILE_NAME).is_file():
         pixels = Preprocessing.load(processor_folder)
-        pairs += [("image.normalisation", config.image.statistics, (pixels.mean, pixels.std))]
-    for key, ours, theirs in pairs:
-        if ours != theirs:
-            value = json.dumps(theirs).replace(" ", "") if isinstance(theirs, tuple) else theirs
+        settings += [("image.normalisation", config.image.statistics, (pixels.mean, pixels.std))]
+    for key, value, trained_value in settings:
+        if value != trained_value:
+            is_tuple = isinstance(trained_value, tuple)
+            text = json.dumps(trained_value).replace(" ", "") if is_tuple else trained_value
             raise ValueError(
-                f"{name} was trained with {key} {theirs}, not {ours}: set {key}={value}"
+                f"{name} was trained with {key} {trained_value}, not {value}: set {key}={text}"
             )
     # Towers of other settings, such as heads, may have the same weights.
-    if architectures[0] != architectures[1]:
+    if architecture != trained_architecture:
         with torch.device("meta"):
             tower, trained_tower = map(create_tower, (config.image, trained_config.image))
         check_image_tower(trained_tower, tower, tower.state_dict(), name)
-    text = trained_config.text.architecture
-    if text is not None and config.text.architecture not in (None, text):
+    text_architecture = trained_config.text.architecture
+    if text_architecture is not None and config.text.architecture not in (None, text_architecture):
         check_text_tower(transformers_config(trained_config.text).to_dict(), config, name)
 
 
 class LoadReport(NamedTuple):
-    """Report of a weight copy.
-
-    matched, resized: names of target tensors that were copied as they are or resampled; missing:
-    target parts that keep their initialisation, `*` for every layer; unused: source keys; notes:
-    casts, and settings that differ or were assumed.
-    """
+    """Report of a weight copy."""
 
     source: str
-    matched: list[str]
-    resized: list[str]
-    missing: list[str]
-    unused: list[str]
-    notes: tuple[str, ...] = ()
+    matched: list[str]  # tensors of the model that were copied unchanged
+    resized: list[str]  # tensors of the model that were copied resampled
+    missing: list[str]  # parts of the model that keep their initialisation, `*` for every layer
+    unused: list[str]  # keys of the source
+    notes: tuple[str, ...] = ()  # casts, and settings that differ or were assumed
 
     def __str__(self) -> str:
         """Return one line for the log."""
         parts = [f"{len(self.matched)} matched", f"{len(self.resized)} resized"]
         if self.missing:
-            parts.append(f"{len(self.missing)} keep their own start ({', '.join(self.missing)})")
+            parts.append(
+                f"{len(self.missing)} keep their initialisation ({', '.join(self.missing)})"
+            )
         parts += [f"{len(self.unused)} not used", *self.notes]
         return f"{self.source}: {'; '.join(parts)}"
 
@@ -300,8 +310,9 @@ def copy_weights(
     """Copy tensors into a module after all checks.
 
     Args:
-        weights: tensors by the target's names.
-        unused: source keys that are declared as unused.
+        weights: tensors by the module's names.
+        source: of the weights, for messages and the report.
+        unused: source keys that are not copied.
         optional: patterns of name prefixes that may keep their initialisation; the first match
             names the part in the report.
         resized: names in `weights` of resampled tensors, for the report.
@@ -310,45 +321,42 @@ def copy_weights(
     target = module.state_dict()
     unknown = sorted(set(weights) - set(target))
     if unknown:
-        raise ValueError(f"{source}: these keys have no place here: {join_names(unknown)}")
-    missing, initial = [], set()
-    for name in target:
-        if name not in weights:
-            match = next(filter(None, (re.match(part, name) for part in optional)), None)
-            if match:
-                initial.add(re.sub(r"\.\d+\.", ".*.", match[0]).rstrip("."))
-            else:
-                missing.append(name)
+        raise ValueError(f"{source}: the model has no such weights: {join_names(unknown)}")
+    missing, initial_parts = [], set()
+    for name in target.keys() - weights.keys():
+        matches = [match for pattern in optional if (match := re.match(pattern, name))]
+        if matches:
+            initial_parts.add(re.sub(r"\.\d+\.", ".*.", matches[0][0]).rstrip("."))
+        else:
+            missing.append(name)
     if missing:
-        raise ValueError(f"{source}: these weights are missing: {join_names(missing)}")
+        raise ValueError(f"{source}: these weights are missing: {join_names(sorted(missing))}")
+    casts = set()
     for name, tensor in weights.items():
-        if tensor.shape != target[name].shape:
+        model_tensor = target[name]
+        if tensor.shape != model_tensor.shape:
             raise ValueError(
                 f"{source}: {name} is {tuple(tensor.shape)} there and "
-                f"{tuple(target[name].shape)} here"
+                f"{tuple(model_tensor.shape)} here"
             )
-        if target[name].is_floating_point() and not tensor.is_floating_point():
+        if model_tensor.is_floating_point() and not tensor.is_floating_point():
             raise ValueError(f"{source}: {name} is {_dtype_name(tensor)} there, not a float")
-        if not tensor.is_meta and not tensor.to(target[name].dtype).isfinite().all():
+        if not tensor.is_meta and not tensor.to(model_tensor.dtype).isfinite().all():
             raise ValueError(f"{source}: {name} has values that are not finite")
+        if tensor.dtype != model_tensor.dtype:
+            casts.add(f"{_dtype_name(tensor)} there, {_dtype_name(model_tensor)} here")
     with torch.no_grad():
         for name, tensor in weights.items():
             target[name].copy_(tensor)
-    casts = {
-        (_dtype_name(tensor), _dtype_name(target[name]))
-        for name, tensor in weights.items()
-        if tensor.dtype != target[name].dtype
-    }
-    cast_notes = (f"{theirs} there, {ours} here" for theirs, ours in sorted(casts))
     matched = sorted(set(weights) - set(resized))
-    all_notes = (*cast_notes, *notes)
-    return LoadReport(source, matched, list(resized), sorted(initial), unused, all_notes)
+    all_notes = (*sorted(casts), *notes)
+    return LoadReport(source, matched, list(resized), sorted(initial_parts), unused, all_notes)
 
 
 def join_names(names: Sequence[str], limit: int = 8) -> str:
     """Join the first `limit` names for a message, and add the number of the others."""
-    further = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {further} more" if further > 0 else "")
+    others = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {others} more" if others > 0 else "")
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -365,18 +373,18 @@ _IMAGE_UNUSED = ("head", "pre_logits.", "fc_norm.", "attn_pool.", "mask_token")
 def load_image_tower(model: VLPModel, name: str) -> LoadReport:
     """Initialise an image tower of timm from public weights; timm's filter resamples positions."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
-    state, settings = read_vit(name)
-    check_pixels(settings, model.config.image, source)
-    check_pooling(settings, model.config.image, source)
-    notes = check_image_tower(settings, encoder.vit, state, source)
-    fitted = fit_image_tower(encoder.vit, state)
+    state, source_model = read_vit(name)
+    check_pixels(source_model, model.config.image, source)
+    check_pooling(source_model, model.config.image, source)
+    notes = check_image_tower(source_model, encoder.vit, state, source)
+    tower_state = fit_image_tower(encoder.vit, state)
     target = encoder.vit.state_dict()
-    unused = [key for key in fitted if key not in target and key.startswith(_IMAGE_UNUSED)]
-    weights = {f"vit.{key}": tensor for key, tensor in fitted.items() if key not in unused}
+    unused = [key for key in tower_state if key not in target and key.startswith(_IMAGE_UNUSED)]
+    weights = {f"vit.{key}": tensor for key, tensor in tower_state.items() if key not in unused}
     resized = [
         f"vit.{key}"
         for key, tensor in state.items()
-        if fitted.get(key, tensor).shape != tensor.shape
+        if tower_state.get(key, tensor).shape != tensor.shape
     ]
     return copy_weights(encoder, weights, source, unused, IMAGE_OPTIONAL, resized, notes)
 
@@ -395,13 +403,13 @@ def load_text_tower(
     encoder = model.text_encoder
     tower: Any = encoder.tower
     parts = {name for name, _ in tower.named_children()}
-    names = current_names(state, source, f"{tower.base_model_prefix}.")
+    tensors = current_names(state, source, f"{tower.base_model_prefix}.")
     unused = [
         name
-        for name in names
+        for name in tensors
         if name.partition(".")[0] not in parts or name.endswith(".position_ids")
     ]
-    weights = {f"tower.{name}": names[name][1] for name in names.keys() - unused}
+    weights = {f"tower.{name}": tensors[name][1] for name in tensors.keys() - unused}
     optional = (r"projection\.", r"adapter\.")
     return copy_weights(
         encoder, weights, f"{source} -> text encoder", unused, optional, notes=notes
@@ -411,7 +419,7 @@ def load_text_tower(
 def current_names(
     state: Mapping[str, Tensor], source: str, prefix: str = "bert."
 ) -> dict[str, tuple[str, Tensor]]:
-    """Map current names to (source key, tensor): without prefix, and gamma and beta renamed."""
+    """Return (source key, tensor) by current name: without prefix, gamma and beta renamed."""
     tensors: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in state.items():
         module, dot, parameter = key.removeprefix(prefix).rpartition(".")
@@ -445,7 +453,7 @@ _VIT_UNUSED = ("head.", "head_dist.", "pre_logits.", "fc_norm.", "dist_token")
 _BERT_LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
-# Target names that no public checkpoint has: the tables of ACE-RPE and other encodings.
+# Weights that no public checkpoint has: the tables of ACE-RPE and other encodings.
 POSITION_TABLES = r"(.+\.)?positions\."
 
 
@@ -459,18 +467,18 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
     """
     reports = []
     if name := model.config.text.weights:
-        with _about("text.weights"):
+        with _errors_name_key("text.weights"):
             bert = read_bert(name)
             if model.config.text.architecture:
                 reports.append(load_text_tower(model, bert.state, name, bert.settings))
             else:
                 reports += load_bert(model, bert.state, name, bert.settings)
     if name := model.config.cross.weights:
-        with _about("cross.weights"):
+        with _errors_name_key("cross.weights"):
             bert = read_bert(name)
             reports.append(load_cross(model, bert.state, name, bert.settings))
     if name := model.config.image.weights:
-        with _about("image.weights"):
+        with _errors_name_key("image.weights"):
             if model.config.image.architecture:
                 reports.append(load_image_tower(model, name))
             else:
@@ -480,7 +488,7 @@ def load_public_weights(model: VLPModel) -> list[LoadReport]:
 
 
 @contextmanager
-def _about(key: str) -> Iterator[None]:
+def _errors_name_key(key: str) -> Iterator[None]:
     """Prefix errors with the configuration key, and raise value errors as ConfigError."""
     try:
         yield
@@ -493,7 +501,10 @@ def _about(key: str) -> Iterator[None]:
 def _bert_parts(
     state: Mapping[str, Tensor], source: str
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return a BERT's embeddings and its layers by this package's names; heads are left out."""
+    """Return the weights of a BERT's embeddings and of each layer, by this package's names.
+
+    Heads are left out.
+    """
     embedding: dict[str, Tensor] = {}
     layers: dict[int, dict[str, Tensor]] = {}
     unknown = []
@@ -512,7 +523,7 @@ def _bert_parts(
 
 
 def _layer_weights(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Prefix the names of each layer's weights with `layers.0`, `layers.1` ..."""
+    """Return the weights of all layers, with the prefixes `layers.0.`, `layers.1.`, ..."""
     return {
         f"layers.{number}.{name}": tensor
         for number, layer in enumerate(layers)
@@ -521,7 +532,7 @@ def _layer_weights(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _unused_keys(state: Mapping[str, Tensor], *parts: Mapping[str, Tensor]) -> list[str]:
-    """Return the keys of tensors in `state` that no part contains."""
+    """Return the keys of tensors in `state` that no part contains, under any name."""
     used = {id(tensor) for part in parts for tensor in part.values()}
     return [key for key, tensor in state.items() if id(tensor) not in used]
 
@@ -561,7 +572,7 @@ def load_bert(
         raise ConfigError(
             f"{source} has {count} layers; text.layers {text_layers} and cross.layers "
             f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
-            "cross-modal encoder at its own start)"
+            "cross-modal encoder at its initialisation)"
         )
     notes = check_bert(settings, model.config, source, with_cross=bool(cross))
     text_source, optional = f"{source} -> text encoder", (r"projection\.",)
@@ -611,14 +622,15 @@ def load_vit(
     settings: Mapping[str, Any] | nn.Module | None = None,
 ) -> LoadReport:
     """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
-    config, weights, unused, notes = model.config.image, {}, [], []
+    config = model.config.image
     check_pixels(settings, config, source)
     check_pooling(settings, config, source)
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
     if len(blocks) < config.layers:
         raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")
-    target, unknown = model.image_encoder.state_dict(), []
-    resized = []
+    target = model.image_encoder.state_dict()
+    weights: dict[str, Tensor] = {}
+    unused, unknown, resized, notes = [], [], [], []
     for key, tensor in state.items():
         block = _BLOCK.match(key)
         if key == "pos_embed" and config.position == "none":
@@ -629,21 +641,22 @@ def load_vit(
         elif f"vit.{key}" not in target:
             unknown.append(key)
         else:
-            if key == "pos_embed":
-                # Prefix tokens of a distilled DeiT: [CLS], then the distillation token.
-                if "dist_token" in state:
-                    tensor = torch.cat([tensor[:, :1], tensor[:, 2:]], dim=1)
-                    notes.append("the distillation token and its position are left out")
-                positions = resample_positions(tensor, config.tower_grid, source)
-                resized = [] if positions is tensor else ["vit.pos_embed"]
-                tensor = positions
             weights[f"vit.{key}"] = tensor
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of a ViT: {join_names(unknown)}")
+    positions = weights.get("vit.pos_embed")
+    if positions is not None:
+        # Prefix tokens of a distilled DeiT: [CLS], then the distillation token.
+        if "dist_token" in state:
+            positions = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
+            notes.append("the distillation token and its position are left out")
+        weights["vit.pos_embed"] = resample_positions(positions, config.tower_grid, source)
+        if weights["vit.pos_embed"] is not positions:
+            resized.append("vit.pos_embed")
     notes += check_vit(settings, vit_settings(model.image_encoder.vit, "image encoder"), source)
-    target_source = f"{source} -> image encoder"
+    copy_source = f"{source} -> image encoder"
     return copy_weights(
-        model.image_encoder, weights, target_source, unused, IMAGE_OPTIONAL, resized, notes
+        model.image_encoder, weights, copy_source, unused, IMAGE_OPTIONAL, resized, notes
     )
 
 
@@ -653,8 +666,8 @@ def resample_positions(
     """Resample a ViT's learned positions to a grid (rows, columns): bicubic, [CLS] unchanged.
 
     positions (1, 1 + M, width) of a square grid -> (1, 1 + rows * columns, width) in float32 or
-    better; the tensor itself if it has that shape. antialias: True as timm; False as the code of
-    DeiT and ALBEF.
+    better; the same tensor if it has that shape already. antialias: True as in timm; False as in
+    the code of DeiT and ALBEF.
     """
     from timm.layers.pos_embed import resample_abs_pos_embed
 

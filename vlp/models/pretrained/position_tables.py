@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +29,18 @@ _CROSS_LAYERS = "cross_encoder.layers.*.attention.positions"
 _TOWER = "image_encoder.vit.positions"
 _TOWER_LAYERS = "image_encoder.vit.blocks.*.attn.positions"
 
-# Encodings by the module list that holds them (`_TOWER_LAYERS`, ...); `*` stands for every layer.
-Lists = Mapping[str, tuple[str, ...]]
+# Names of encodings by the path of their module list (`_TOWER_LAYERS`, ...); `*` is every layer.
+ModuleLists = Mapping[str, tuple[str, ...]]
 
-# An encoding trained on another grid: its path in this model, its name and stream for messages, the
-# trained module, this model's grid, and the trained grid.
-Trained = tuple[str, str, nn.Module, Grid, Grid]
+
+class TrainedEncoding(NamedTuple):
+    """An encoding of this model that was trained on another grid."""
+
+    path: str  # of the module in this model
+    label: str  # name and stream, for messages
+    trained_module: nn.Module
+    grid: Grid
+    trained_grid: Grid
 
 
 def carry_encodings(
@@ -47,22 +54,19 @@ def carry_encodings(
     """
     # Modules are numbered in the order of `cross.position` and `image.positions`, so a number
     # alone does not identify an encoding.
-    theirs, ours = _lists(trained_config), _lists(model.config)
+    trained_lists, lists = _module_lists(trained_config), _module_lists(model.config)
     model_state = model.state_dict()
     groups_differ = trained_config.cross.anchor.groups != model.config.cross.anchor.groups
     weights: dict[str, Tensor] = {}
     unused: list[str] = []
     for name, tensor in state.items():
-        target = _target(name, theirs, ours)
-        if target is None:
+        target = _target_name(name, trained_lists, lists)
+        is_encoding = _NAME.fullmatch(name) is not None
+        if target is None or (is_encoding and target not in model_state):
             unused.append(name)
-        elif not _NAME.fullmatch(name):
-            weights[target] = tensor
-        elif target not in model_state or (
-            groups_differ
-            and ".cross_attention." in name
-            and tensor.shape != model_state[target].shape
-        ):
+            continue
+        is_cross_table = is_encoding and ".cross_attention." in name
+        if groups_differ and is_cross_table and tensor.shape != model_state[target].shape:
             unused.append(name)
         else:
             weights[target] = tensor
@@ -72,7 +76,7 @@ def carry_encodings(
     return weights, resized, unused
 
 
-def _lists(config: ModelConfig) -> Lists:
+def _module_lists(config: ModelConfig) -> ModuleLists:
     cross = encodings_by_module(config.cross)
     tower = config.image.positions
     return {
@@ -84,43 +88,42 @@ def _lists(config: ModelConfig) -> Lists:
     }
 
 
-def _target(name: str, theirs: Lists, ours: Lists) -> str | None:
-    """Return this model's name of a weight; None if this model lacks its encoding."""
+def _target_name(name: str, trained_lists: ModuleLists, lists: ModuleLists) -> str | None:
+    """Return this model's name of a trained weight; None if this model lacks its encoding."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
     pattern, number = re.sub(r"\.\d+\.", ".*.", match["list"]), int(match["number"])
-    if number >= len(theirs[pattern]) or theirs[pattern][number] not in ours[pattern]:
+    encodings, trained_encodings = lists[pattern], trained_lists[pattern]
+    if number >= len(trained_encodings) or trained_encodings[number] not in encodings:
         return None
-    return f"{match['list']}.{ours[pattern].index(theirs[pattern][number])}.{match['part']}"
+    return f"{match['list']}.{encodings.index(trained_encodings[number])}.{match['part']}"
 
 
 def _resize_tables(model: VLPModel, trained_config: ModelConfig, state: dict[str, Tensor]) -> None:
     """Resize the encoding tables in `state`, in place, to the model's grids."""
-    for path, name, trained_encoding, grid, trained_grid in (
+    for path, label, trained_module, grid, trained_grid in (
         *_tower_encodings(model, trained_config),
         *_stream_encodings(model, trained_config),
     ):
-        tables = {
-            key.removeprefix(f"{path}."): tensor
-            for key, tensor in state.items()
-            if key.startswith(f"{path}.")
-        }
+        prefix = f"{path}."
+        names = [name for name in state if name.startswith(prefix)]
+        tables = {name.removeprefix(prefix): state[name] for name in names}
         encoding = model.get_submodule(path)
         assert isinstance(encoding, PositionEncoding)
-        assert isinstance(trained_encoding, PositionEncoding)
-        resized = carry_over(name, encoding, trained_encoding, tables, grid, trained_grid)
-        state |= {f"{path}.{part}": table for part, table in resized.items()}
+        assert isinstance(trained_module, PositionEncoding)
+        resized = carry_over(label, encoding, trained_module, tables, grid, trained_grid)
+        state |= {f"{prefix}{part}": table for part, table in resized.items()}
 
 
-def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[Trained]:
-    """Yield the encodings of the image tower if its grid differs."""
+def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[TrainedEncoding]:
+    """Yield the encodings of the image tower if its grid differs from the trained grid."""
     grids = model.config.image.tower_grid, trained_config.image.tower_grid
-    vit = model.image_encoder.vit
     if grids[0] == grids[1] or not trained_config.image.positions:
         return
-    blocks = getattr(vit, "blocks", ())
-    if _lists(trained_config)[_TOWER_LAYERS] and blocks and not hasattr(blocks[0], "attn"):
+    blocks = getattr(model.image_encoder.vit, "blocks", ())
+    in_layers = _module_lists(trained_config)[_TOWER_LAYERS]
+    if in_layers and blocks and not hasattr(blocks[0], "attn"):
         raise ValueError(
             f"{trained_config.image.tower_name}: position encodings in its attention cannot be "
             "resampled to another image size"
@@ -130,15 +133,16 @@ def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[T
             {"image_encoder": ImageEncoder(trained_config.image, trained_config.embed_dim)}
         )
     layers = {_TOWER: 1, _TOWER_LAYERS: len(blocks)}
-    for name, paths, their_path in _common_encodings(model.config, trained_config, layers):
-        module = tower.get_submodule(their_path)
+    for name, paths, trained_path in _common_encodings(model.config, trained_config, layers):
+        module = tower.get_submodule(trained_path)
         for path in paths:
-            yield path, f"{name} of the image tower", module, *grids
+            yield TrainedEncoding(path, f"{name} of the image tower", module, *grids)
 
 
-def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[Trained]:
-    """Yield the encodings of both streams if a grid differs."""
+def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[TrainedEncoding]:
+    """Yield the cross-modal encoder's encodings of text and image if a grid differs."""
     config = model.config
+    # This model's grid and the trained grid, by stream.
     grids = {
         "text": ((1, config.text.max_tokens - 1), (1, trained_config.text.max_tokens - 1)),
         "image": (config.image.grid, trained_config.image.grid),
@@ -155,18 +159,23 @@ def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[
             trained_config.image.grid,
         )
         for path, stream in product(paths, grids):
+            label = f"{name} of the {stream} stream"
             module = encoding.get_submodule(stream)
-            yield f"{path}.{stream}", f"{name} of the {stream} stream", module, *grids[stream]
+            yield TrainedEncoding(f"{path}.{stream}", label, module, *grids[stream])
 
 
 def _common_encodings(
     config: ModelConfig, trained_config: ModelConfig, layers: Mapping[str, int]
 ) -> Iterator[tuple[str, list[str], str]]:
-    """Yield encodings of both models: name, our paths in all `layers`, their path in layer 0."""
-    theirs, ours = _lists(trained_config), _lists(config)
+    """Yield the encodings that both models have: name, and paths of modules.
+
+    Paths are of this model in all layers, then of the trained model in layer 0. layers: number of
+    layers by pattern of module lists.
+    """
+    trained_lists, lists = _module_lists(trained_config), _module_lists(config)
     for pattern, count in layers.items():
-        for number, encoding in enumerate(ours[pattern]):
-            if encoding in theirs[pattern]:
+        for number, name in enumerate(lists[pattern]):
+            if name in trained_lists[pattern]:
                 paths = [f"{pattern.replace('*', str(n))}.{number}" for n in range(count)]
-                their_path = f"{pattern.replace('*', '0')}.{theirs[pattern].index(encoding)}"
-                yield encoding, paths, their_path
+                trained_number = trained_lists[pattern].index(name)
+                yield name, paths, f"{pattern.replace('*', '0')}.{trained_number}"

@@ -23,6 +23,7 @@ from vlp.io import check_hub, may_be_on_hub, parse_json
 
 logger = logging.getLogger(__name__)
 
+# timm's names of a ViT's modules by transformers' names, outside of layers and in a layer.
 _OUTER = {
     "embeddings.cls_token": "cls_token",
     "embeddings.distillation_token": "dist_token",
@@ -48,41 +49,43 @@ _LAYER_NAME = re.compile(r"encoder\.layer\.(\d+)\.(.+)")
 
 def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """Rename a ViT's tensors from transformers to timm; query, key and value are concatenated."""
-    renamed: dict[str, Tensor] = {}
-    stacks: dict[str, dict[str, Tensor]] = {}
+    timm_state: dict[str, Tensor] = {}
+    # Query, key and value by timm's name of their concatenation.
+    qkv_parts: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, tensor in state.items():
         name = re.sub(r"^(vit|deit)\.", "", key)
+        # Tokens and positions are parameters outside of a module, others end in `.weight`, `.bias`.
         module, suffix = name, ""
         if name not in _OUTER:
             module, dot, parameter = name.rpartition(".")
             suffix = dot + parameter
         layer = _LAYER_NAME.fullmatch(module)
         if module in _OUTER:
-            renamed[f"{_OUTER[module]}{suffix}"] = tensor
+            timm_state[f"{_OUTER[module]}{suffix}"] = tensor
         elif layer and layer[2] in _LAYER:
-            renamed[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{suffix}"] = tensor
+            timm_state[f"blocks.{layer[1]}.{_LAYER[layer[2]]}{suffix}"] = tensor
         elif layer and layer[2].removeprefix(_ATTENTION) in _PARTS:
-            stack = stacks.setdefault(f"blocks.{layer[1]}.attn.qkv{suffix}", {})
-            stack[layer[2].removeprefix(_ATTENTION)] = tensor
+            parts = qkv_parts.setdefault(f"blocks.{layer[1]}.attn.qkv{suffix}", {})
+            parts[layer[2].removeprefix(_ATTENTION)] = tensor
         else:
             unknown.append(key)
     if unknown:
         raise ValueError(f"{source}: no rule maps these keys of a ViT: {', '.join(unknown)}")
-    for name, stack in stacks.items():
-        if missing := [part for part in _PARTS if part not in stack]:
+    for name, parts in qkv_parts.items():
+        if missing := [part for part in _PARTS if part not in parts]:
             raise ValueError(f"{source}: {name} lacks its {' and '.join(missing)}")
-        renamed[name] = torch.cat([stack[part] for part in _PARTS])
-    return renamed
+        timm_state[name] = torch.cat([parts[part] for part in _PARTS])
+    return timm_state
 
 
 def timm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a transformers configuration to the keys of `published.vit_settings`."""
-    act = config.get("hidden_act", "gelu")
+    activation = config.get("hidden_act", "gelu")
     return {
         "heads": config.get("num_attention_heads", 12),
         "block": "Block",
-        "activation": "GELU(approximate='none')" if act == "gelu" else act,
+        "activation": "GELU(approximate='none')" if activation == "gelu" else activation,
         "norm_eps": config.get("layer_norm_eps", 1e-12),
     }
 
@@ -92,32 +95,32 @@ KEYS = ("model", "state_dict")
 
 
 def read_pth(file: str | Path) -> dict[str, Tensor]:
-    """Read the state dict of a `.pth`, under `model` or `state_dict` or bare, without its code."""
+    """Read the state dict of a `.pth`, under `model` or `state_dict` or bare, and run no code."""
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
         # mmap: momentum copies and optimiser states are not read from the disk.
-        loaded = torch.load(
+        checkpoint = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except Exception as error:  # the unpickler lets KeyError, EOFError and others through
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and refused:
+        pickled_type = re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and pickled_type:
             raise ValueError(
-                f"{path}: refused, because it holds a pickled {refused[1]} beside its tensors and "
-                "reading that may run code; if you trust the file, save its state dict alone: "
+                f"{path}: refused, because it holds a pickled {pickled_type[1]} and reading that "
+                "may run code; if you trust the file, save its state dict alone: "
                 "torch.save(torch.load(FILE, weights_only=False)['model'], NEW_FILE)"
             ) from None
         reason = str(error).partition("\n")[0].partition(". ")[0] or "it ends too early"
         raise ValueError(f"{path}: damaged, or not a checkpoint ({reason})") from error
     state = None
-    if isinstance(loaded, Mapping):
-        state = next((loaded[key] for key in KEYS if key in loaded), loaded)
-        averaged = [key for key in loaded if str(key).endswith("_ema")]
+    if isinstance(checkpoint, Mapping):
+        state = next((checkpoint[key] for key in KEYS if key in checkpoint), checkpoint)
+        ema_keys = [key for key in checkpoint if str(key).endswith("_ema")]
         # In a bare state dict, "..._ema" would be a parameter.
-        if averaged and state is not loaded:
-            logger.warning("%s: its %s, averaged weights, is not read", path, averaged[0])
+        if ema_keys and state is not checkpoint:
+            logger.warning("%s: the averaged weights in %s are not read", path, ema_keys[0])
     if not isinstance(state, Mapping) or not all(
         isinstance(value, Tensor) for value in state.values()
     ):
@@ -136,13 +139,10 @@ _LOCAL, _HUB = "local-dir:", ("hf-hub:", "hf_hub:")
 
 
 class Published(NamedTuple):
-    """Public weights under the source's names, and settings that their shapes do not show.
-
-    settings: a BERT's config.json; a ViT's `vit_settings` or timm network; None for a single file.
-    """
+    """Public weights under the source's names, and settings that their shapes do not show."""
 
     state: dict[str, Tensor]
-    settings: Any = None
+    settings: Any = None  # a BERT's config.json; a ViT's `vit_settings` or timm model; or unknown
 
 
 def read_bert(name: str) -> Published:
@@ -177,11 +177,11 @@ def read_vit(name: str) -> Published:
     )
 
 
-def _pixel_statistics(images: Mapping[str, Any]) -> dict[str, Any]:
-    # One number stands for all three channels.
-    if not images.get("do_normalize", True):
+def _pixel_statistics(preprocessor: Mapping[str, Any]) -> dict[str, Any]:
+    if not preprocessor.get("do_normalize", True):
         return {}
-    values = {key: images.get(f"image_{key}") for key in ("mean", "std")}
+    values = {key: preprocessor.get(f"image_{key}") for key in ("mean", "std")}
+    # One number stands for all three channels.
     return {k: [v] * 3 if isinstance(v, int | float) else v for k, v in values.items()}
 
 
@@ -212,13 +212,14 @@ def network_settings(network: nn.Module) -> dict[str, str]:
     """Return module types, activations and `_SETTINGS` of a timm model, by module name."""
     settings = {}
     for name, module in network.named_modules():
-        # A class of this package, with position encodings, counts as timm's class.
+        # A class of this package, with position encodings, counts as the timm class it extends.
         bases = (base for base in type(module).__mro__ if not base.__module__.startswith("vlp."))
-        kind = next(base for base in bases if "." in base.__module__)
-        if kind.__name__ in _IDLE:
+        module_class = next(base for base in bases if "." in base.__module__)
+        if module_class.__name__ in _IDLE:
             continue
+        # Modules without parameters, such as activations, show their options.
         is_leaf = not (list(module.parameters()) or list(module.children()))
-        settings[f"{name} is"] = str(module) if is_leaf else kind.__name__
+        settings[f"{name} is"] = str(module) if is_leaf else module_class.__name__
         for key in _SETTINGS:
             value = getattr(module, key, None)
             if isinstance(value, int | float):
@@ -243,7 +244,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def _find_files(name: str, optional: str | None = None) -> tuple[Path, Path]:
     """Return the configuration file and weights file of a folder or hub name.
 
-    optional: name of a file that is downloaded to the configuration's folder, if the hub has it.
+    optional: a further file to download from the hub, if it has one of this name.
     """
     folder = Path(name.removeprefix(_LOCAL))
     if folder.is_dir():
@@ -276,10 +277,10 @@ def _from_hub(name: str, optional: str | None) -> tuple[Path, Path]:
                 return config, Path(hf_hub_download(name, file))
             except EntryNotFoundError as error:
                 last = error
-    except Exception as error:  # of the name, the network, the service or the disk
+    except Exception as error:  # of the name, the network, the hub or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(
-            f"cannot load {name}: no such folder here, and the hub gave none ({reason})"
+            f"cannot load {name}: it is no local folder, and cannot be read from the hub ({reason})"
         ) from error
     # Offline, a file that is missing in the cache may exist on the hub.
     location = "in the cache" if isinstance(last, LocalEntryNotFoundError) else "on the hub"
@@ -297,7 +298,7 @@ def _from_timm(name: str) -> Published:
     check_hub()
     try:
         vit = timm.create_model(name, pretrained=True)
-    except Exception as error:  # of the tag, the network, the service or the disk
+    except Exception as error:  # of the tag, the network, the hub or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(f"cannot load {name}: {reason}") from error
     return Published(dict(vit.state_dict()), vit)
@@ -310,7 +311,7 @@ def _network_of_folder(folder: Path) -> nn.Module:
     config = _read_config(folder / CONFIG)
     try:
         settings = dict(config.get("pretrained_cfg") or config)
-        # As in timm's loader, the outer number takes precedence.
+        # As in timm's loader, the value outside of `pretrained_cfg` takes precedence.
         if "num_classes" in config:
             settings["num_classes"] = config["num_classes"]
         # Other tools add keys that timm does not know; for missing keys timm has defaults.
@@ -321,8 +322,10 @@ def _network_of_folder(folder: Path) -> nn.Module:
                 pretrained_cfg_overlay={key: settings[key] for key in keys},
                 **(config.get("model_args") or {}),
             )
-    except Exception as error:  # of any key that its configuration has
-        raise ValueError(f"{folder / CONFIG}: timm makes no model of it ({error})") from error
+    except Exception as error:  # various types for a wrong key
+        raise ValueError(
+            f"{folder / CONFIG}: timm cannot create a model from it ({error})"
+        ) from error
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

@@ -106,4 +106,4 @@ def attention_encodings(
 
 def _refuse_cross_modal(position: PositionConfig) -> None:
     if position.name in CROSS_MODAL:
-        raise ValueError(f"{position.name} lies between an image and a text")
+        raise ValueError(f"{position.name} acts between an image and a text")

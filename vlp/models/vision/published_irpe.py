@@ -43,15 +43,14 @@ def load_published_irpe(model: Model, file: str | Path) -> Model:
                 )
     # The authors' code reads the query table of (i, j) at (j, i) (papers.md#irpe-i11): query tables
     # are mirrored, except for encodings with `q_ids_transposed`, which do the same.
-    state = from_published(
-        weights, [name for name, encoding in encodings.items() if encoding.q_ids_transposed]
-    )
+    transposed = [name for name, encoding in encodings.items() if encoding.q_ids_transposed]
+    state = from_published(weights, transposed)
     model_state = model.state_dict()
     for name in sorted(model_state.keys() | state.keys()):
-        ours, theirs = _size(model_state.get(name)), _size(state.get(name))
-        if ours != theirs:
+        size, file_size = _size(model_state.get(name)), _size(state.get(name))
+        if size != file_size:
             raise ValueError(
-                f"{file} does not fit the model: {name} is {theirs} there and {ours} here"
+                f"{file} does not fit the model: {name} is {file_size} there and {size} here"
             )
     model.load_state_dict(state)
     return model
@@ -64,13 +63,13 @@ def from_published(
 
     `blocks.0.attn.rpe_k.lookup_table_weight` (1 or heads, head width, buckets) becomes
     `blocks.0.attn.positions.0.tables.key` (1 or heads, buckets, head width); tables of values have
-    the second shape already. Query tables are mirrored, except of encodings in `transposed`,
-    paths such as `blocks.0.attn.positions.0`.
+    the second shape already. Query tables are mirrored, unless the path of their encoding, such as
+    `blocks.0.attn.positions.0`, is in `transposed`.
     """
-    renamed = {}
+    model_state = {}
     for name, weight in state.items():
         if "lookup_table" not in name:
-            renamed[name] = weight
+            model_state[name] = weight
             continue
         match = _TABLE_NAME.fullmatch(name)
         if match is None or match["axis"] is not None:
@@ -81,8 +80,8 @@ def from_published(
             # (j, i) has the negated offsets of (i, j); the last bucket is that of prefix tokens.
             table = table.clone()
             table[:, :-1] = table[:, :-1].flip(1)
-        renamed[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()
-    return renamed
+        model_state[f"{encoding}.tables.{_ROLES[match['role']]}"] = table.contiguous()
+    return model_state
 
 
 def _size(weight: Tensor | None) -> str:

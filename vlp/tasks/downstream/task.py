@@ -30,7 +30,7 @@ from vlp.models.decoder import (
     SpecialIds,
     answer_likelihood,
     generate,
-    start_decoder,
+    initialise_decoder,
 )
 from vlp.models.folder import (
     Loaded,
@@ -286,7 +286,7 @@ class WritingTask(Downstream):
             return
         decoder = self.decoder
         try:
-            reports = start_decoder(decoder, parts.model)
+            reports = initialise_decoder(decoder, parts.model)
         except (FileNotFoundError, ValueError) as error:
             raise ConfigError(f"task.decoder: {error}") from error
         for report in reports:

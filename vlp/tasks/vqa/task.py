@@ -137,7 +137,7 @@ class Vqa(Distilled, WritingTask):
                 batch.answer_ids,
                 embedding,
                 self.text.pad_id,
-                soft=soft,
+                soft_target=soft,
                 alpha=alpha,
                 positions=batch.positions,
             )
