@@ -162,16 +162,18 @@ def _encoding(name: str) -> str:
 
 def encoding_docs(name: str) -> tuple[str, dict[str, str]]:
     """Return the first line of an encoding's docstring, and the meaning of its arguments."""
-    doc = inspect.cleandoc(position_class(name).__doc__ or "")
-    said: dict[str, str] = {}
-    _, _, arguments = doc.partition("\nArgs:\n")
-    for line in arguments.partition("\n\n")[0].splitlines():
-        if start := re.match(r"    ([\w, ]+): (.*)", line):
-            names, text = re.split(", ", start[1]), start[2]
-            said |= dict.fromkeys(names, text)
-        else:
-            said |= {each: f"{said[each]} {line.strip()}" for each in names}
-    return doc.splitlines()[0], said
+    encoding = position_class(name)
+    meanings: dict[str, str] = {}
+    # A class inherits the arguments that its own docstring leaves out.
+    for cls in reversed(encoding.__mro__):
+        _, _, arguments = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")
+        for line in arguments.partition("\n\n")[0].splitlines():
+            if start := re.match(r"    ([\w, ]+): (.*)", line):
+                names, text = re.split(", ", start[1]), start[2]
+                meanings |= dict.fromkeys(names, text)
+            else:
+                meanings |= {option: f"{meanings[option]} {line.strip()}" for option in names}
+    return inspect.cleandoc(encoding.__doc__ or "").splitlines()[0], meanings
 
 
 def _reachable(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -27,8 +27,8 @@ class ShawPosition(ClippedPosition):
 
     Args:
         roles: which of key, value have positions.
-        width, heads, grid, offsets, reach, shared_heads, prefix_bucket: see `ClippedPosition`;
-            `reach` is k of Eq. 9.
+        reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the
+            longest offset of `grid`. Other options are explained in `ClippedPosition`.
     """
 
     NO_WEIGHT_DECAY = ("tables",)
