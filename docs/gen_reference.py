@@ -104,7 +104,7 @@ def _package_of(path: str) -> str:
 def _ablation_pages() -> dict[str, str]:
     """Return a page with the tables of each ablation that has stored figures, by its path."""
     from evaluation.ablations.config import AblationConfig, ResultsConfig
-    from evaluation.ablations.tables import lay_out, read_figures
+    from evaluation.ablations.tables import read_figures, stored_tables
     from vlp.config import load_config
 
     pages = {}
@@ -114,7 +114,7 @@ def _ablation_pages() -> dict[str, str]:
             source = ABLATIONS.parent / result.ablation
             config = load_config(source, AblationConfig, result.overrides)
             frame = read_figures(figures)
-            tables = [lay_out(table, frame).markdown() for table in config.tables]
+            tables = [table.markdown() for table in stored_tables(config, frame)]
             about = f"{result.about} Command: `vlp reproduce {name}`."
             pages[f"results/ablation/{name}.md"] = "\n\n".join([f"# {name}", about, *tables])
     return dict(sorted(pages.items()))

@@ -132,7 +132,9 @@ class GroundingJob(Job):
         "fine-tuned, else the middle one",
     )
     head: int | None = Field(
-        None, ge=1, description="first word pieces that make the map; null: all"
+        None,
+        ge=1,
+        description="first word pieces that make the map; null: as fine-tuned, else all",
     )
     view: View = Field("image", description="the images, patches in random order, or blank images")
 

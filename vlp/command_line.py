@@ -90,8 +90,8 @@ def run_app(
     Wrong options of a command (2) and its --help (0) raise SystemExit.
     """
     _open_standard_streams()
-    # Libraries warn of calls that the user did not make.
-    warnings.simplefilter("ignore", FutureWarning)
+    if not sys.warnoptions:  # libraries warn of calls that the user did not make
+        warnings.simplefilter("ignore", FutureWarning)
     warnings.showwarning = lambda message, *_, **__: _print_warning(str(message))
     group = typer.main.get_command(app) if isinstance(app, typer.Typer) else app
     try:
@@ -111,7 +111,8 @@ def _print_warning(text: str) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open closed standard streams on the null device, as some daemons start without any."""
+    """Open closed standard streams on the null device; let stdout escape what it cannot encode."""
+    # Some daemons start commands without any stream.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -120,10 +121,12 @@ def _open_standard_streams() -> None:
             os.set_inheritable(number, True)  # dup2 does nothing to the number itself
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a terminal without UTF-8 cannot show all captions
-        sys.stdout.reconfigure(errors="backslashreplace")
+    stdout = sys.stdout
+    # A terminal without UTF-8 cannot show all captions. Python's UTF-8 mode needs no escapes, and
+    # writes file names of any bytes unchanged.
+    utf8_mode = ("utf-8", "surrogateescape")
+    if isinstance(stdout, io.TextIOWrapper) and (stdout.encoding, stdout.errors) != utf8_mode:
+        stdout.reconfigure(errors="backslashreplace")
 
 
 class Command(TyperCommand):

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, core_schema
 
-from vlp.io import Redacted, as_url, redact_values, similar_path, write_text
+from vlp.io import Redacted, as_url, expand_home, redact_values, similar_path, write_text
 
 Precision = Literal["float32", "bf16", "fp16"]  # of forward passes; parameters are float32
 
@@ -34,8 +34,8 @@ class ConfigError(Redacted, ValueError):
 def _require_local(path: str) -> str:
     if as_url(path) is not None:
         raise ValueError(f"{path} is a URL; this key takes a local path")
-    if path.startswith("~/"):
-        raise ValueError(f"~ is not replaced here; write {os.path.expanduser(path)}")
+    if expanded := expand_home(path):
+        raise ValueError(f"~ is not replaced here; write {expanded}")
     return path
 
 

@@ -98,8 +98,14 @@ def require_local(path: Path) -> None:
     """Raise OSError for a URL or ~, else a local folder `s3:` or `~` would be written to."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
-    if path.parts[:1] == ("~",):
-        raise OSError(errno.EINVAL, "the shell has not replaced ~; write $HOME", str(path))
+    if expanded := expand_home(path):
+        raise OSError(errno.EINVAL, f"the shell has not replaced ~; write {expanded}", str(path))
+
+
+def expand_home(path: str | Path) -> str | None:
+    """Return a path that starts with ~ or ~USER with the user's home folder; None for others."""
+    expanded = os.path.expanduser(path)
+    return str(expanded) if str(expanded) != str(path) else None
 
 
 def similar_path(path: str | Path) -> str:

@@ -175,7 +175,7 @@ def _start_time(process: object) -> int | None:
 
 
 def _is_touched(other: Path, local: Path) -> bool:
-    """Return True when another machine's lock file is touched; False when stale or removed."""
+    """Wait until another machine touches its lock file; return False if stale or removed."""
     with suppress(FileNotFoundError):  # removed by its owner
         first = _last_beat(other)
         deadline = time.monotonic() + STALE_SECONDS

@@ -204,6 +204,16 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
     return Table(table.title, columns, rows, [NOTES.format(tests=len(tests))])
 
 
+def stored_tables(config: AblationConfig, figures: pd.DataFrame) -> list[Table]:
+    """Lay out the tables with figures of their reference and of another variant."""
+    stored = {*figures.index.get_level_values("variant")}
+    return [
+        lay_out(table, figures)
+        for table in config.tables
+        if table.reference in stored and len(stored & {row.variant for row in table.rows}) > 1
+    ]
+
+
 def _tested_figures(table: TableConfig) -> dict[str, Sequence[str]]:
     head, name = next(iter(table.figures.items()))
     return dict(table.tested) or {head: [name]}

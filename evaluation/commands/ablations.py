@@ -78,7 +78,7 @@ def reproduce(
     """
     from evaluation.ablations.config import AblationConfig, ResultsConfig
     from evaluation.ablations.grid import VLP
-    from evaluation.ablations.tables import lay_out, read_figures
+    from evaluation.ablations.tables import read_figures, stored_tables
     from vlp.config import config_file, load_config
 
     registry = config_file(RESULTS)
@@ -97,7 +97,7 @@ def reproduce(
     config = load_config(source, AblationConfig, [*changes, *(overrides or ())])
     if (stored := registry.parent / f"{name}.csv").is_file():
         figures = read_figures(stored)
-        print("Stored:", *(lay_out(table, figures).text() for table in config.tables), sep="\n\n")
+        print("Stored:", *(table.text() for table in stored_tables(config, figures)), sep="\n\n")
     _run(config, source, only or ",".join(result.variants), plan=plan)
     return 0
 

@@ -72,8 +72,8 @@ def evaluate_grounding(
         by: kind of map. None: the folder's after fine-tuning for grounding, else Grad-CAM. With the
             folder's kind, its layer and head are defaults, too.
         layer: cross-modal layer as in `grad_cam`.
-        head: number of first word pieces that make the map; None: all words. In English the first
-            noun is the object: "the circle left of the square".
+        head: number of first word pieces that make the map; None: all, or the folder's. In English
+            the first noun is the object: "the circle left of the square".
     """
     settings = read_map_config(loaded.folder)
     by = by or settings.by

@@ -65,7 +65,7 @@ def test_secrets_reach_no_output(lab, store, tmp_path):
     assert "changed setting" not in texts[-1]
 
     texts.append(said(COMMAND, "--config", str(out / "run" / "config.yaml"), "--resume"))
-    assert "stands for what was left out" in texts[-1]
+    assert "stands for a secret that was left out" in texts[-1]
     texts.append(said(COMMAND, *arguments, f"training.batch={secret}"))
     assert "***@" in texts[-1]
     store.wants = "other", "other"

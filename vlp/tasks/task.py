@@ -104,7 +104,7 @@ class Task(nn.Module):
         return {}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `extra_state`; ValueError for a state of another task."""
+        """Restore the result of `extra_state`; ValueError for a tensor that the task lacks."""
         if state:
             raise ValueError(f"unknown state {', '.join(sorted(state))}")
 

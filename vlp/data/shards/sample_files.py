@@ -221,8 +221,8 @@ def parse_annotation(sample: SampleFiles, read: Reader, where: str) -> Annotatio
     """Parse `KEY.json`, or take the caption of `KEY.txt` and the label of `KEY.cls`.
 
     The JSON's caption and label win. Invalid fields of a captioned sample are dropped, as other
-    tools' fields may have our names. Raises BadSample, also for invalid questions, expressions and
-    labels: without them, evaluations would silently lose items.
+    tools' fields may have our names. Raises BadSample; without a caption also for invalid
+    questions, expressions and labels, as evaluations would silently lose these items.
     """
     if sample.repeated:
         raise _duplicate_key(where)

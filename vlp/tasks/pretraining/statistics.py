@@ -136,8 +136,8 @@ MAX_COSINE, MIN_SPREAD = 0.95, 0.1
 class CollapseMonitor:
     """Monitor that warns when token or global features have collapsed.
 
-    Bad are a `...cosine...` above `MAX_COSINE` and a `...spread...` below `MIN_SPREAD`; `patience`
-    bad checks in a row give one warning.
+    A check is bad if a `...cosine...` is above `MAX_COSINE` or a `...spread...` below `MIN_SPREAD`;
+    `patience` bad checks in a row give one warning.
     """
 
     def __init__(self, grace_steps: int = 200, patience: int = 3) -> None:

@@ -75,7 +75,7 @@ def allow_open_files() -> int:
 def _read_slurm_ranks() -> tuple[str, ...]:
     """Set a launcher's variables from Slurm's, for `srun -n N python launch/pretrain.py`.
 
-    Returns the names of Slurm's that were read.
+    Returns the names of the variables that the user may have set wrongly.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "RANK" in os.environ or tasks in ("", "1") or "SLURM_PROCID" not in os.environ:
@@ -92,7 +92,7 @@ def _read_slurm_ranks() -> tuple[str, ...]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     os.environ.setdefault("MASTER_PORT", str(port))
-    return "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
+    return "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "MASTER_PORT"
 
 
 def _require_rank(slurm_names: Sequence[str]) -> None:
