@@ -155,11 +155,10 @@ def find_matches(
     if distance is not None:
         is_readable = [images["state"] == READABLE for images in both]
         near = _matches(BY_LOOKS, "coarse", both, is_readable, distance)
-        fine = (
-            records["fine"][near["pretraining"]],
-            evaluation_records["fine"][near["evaluation"]],
+        distances = fine_distance(
+            records["fine"][near["pretraining"]], evaluation_records["fine"][near["evaluation"]]
         )
-        parts.append(near[fine_distance(*fine) <= FINE_DISTANCE])
+        parts.append(near[distances <= FINE_DISTANCE])
     # A pair may match in several ways.
     all_matches = np.concatenate(parts)
     pairs = all_matches[["pretraining", "evaluation"]]
