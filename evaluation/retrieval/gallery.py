@@ -61,8 +61,7 @@ class Gallery:
         self._encoded = BlockCache(self._encode_image, GIBIBYTE)
         with evaluating(loaded.model, options.device) as torch_device:
             self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
-            self._is_stored = store is not None and self._read(*store)
-            if self._is_stored:
+            if store is not None and self._read(*store):
                 return
             self.collection = self.encoder.collect(ProcessGroup.current())
         self._features = self.collection.image_features
@@ -90,7 +89,7 @@ class Gallery:
             return False
 
     def _encode_image(self, index: int) -> Block:
-        """Encode one image, as stored features have no token states."""
+        """Encode one image, for its token states: `collection` has none."""
         with evaluation_autocast(self.encoder.device, self.encoder.precision):
             return Block(encode_image(self.loaded, self.image(index).image, self.encoder.device))
 
@@ -141,14 +140,7 @@ class Gallery:
 
     def _match(self, indices: list[int], query: TextFeatures) -> list[float]:
         """Return the match log-odds of images with the query, a batch of one."""
-        rows = []
-        for index in indices:
-            if self._is_stored:
-                rows.append(self._encoded[index].features)
-                continue
-            block, row = self.collection.image_location[index].tolist()
-            features = self.encoder.images[block].features
-            rows.append(features.select(torch.tensor([row], device=self.encoder.device)))
+        rows = [self._encoded[index].features for index in indices]
         images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
         query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
         with evaluation_autocast(self.encoder.device, self.encoder.precision):
