@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -180,7 +180,7 @@ def evaluate_zeroshot(
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
-    @cache
+    @lru_cache(10_000)  # some 80 MB of tokens
     def tokens_of_class(index: int) -> TextTokens:
         return loaded.text(prompts.of_class(index))
 

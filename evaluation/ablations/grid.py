@@ -159,14 +159,17 @@ def steps_within(
     `out`/rate.json keeps the rates, so that a resumed comparison has the same steps.
     """
     file, folder = out / "rate.json", out / "rate"
+    variants = list(dict.fromkeys(run.variant for run in runs))
+    inputs = {"overrides": dict(overrides), "variants": variants}
     stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if stored.get("overrides") != overrides:
-        variants = {run.variant: run for run in runs}
+    if stored.get("inputs") != inputs:
         print(f"timing {_TIMED_STEPS} steps of {', '.join(variants)}")
         remove(folder)
         time_run = partial(_time_steps, folder=folder, threads=(os.cpu_count() or 1) // jobs or 1)
-        rates = dict(Executor(jobs, spawn=True).map(time_run, variants.values()))
-        stored = {"overrides": overrides, "step_seconds": rates}
+        # As many runs side by side as later, since they share the machine.
+        rates = Executor(jobs, spawn=True).map(time_run, runs[: max(jobs, len(variants))])
+        # Of two seeds of a variant the slower counts.
+        stored = {"inputs": inputs, "step_seconds": dict(sorted(rates, key=lambda rate: rate[1]))}
         write_json(file, stored)
         remove(folder)
     name, slowest = max(stored["step_seconds"].items(), key=lambda item: item[1])
@@ -177,12 +180,13 @@ def steps_within(
 
 def _time_steps(run: Run, folder: Path, threads: int) -> tuple[str, float]:
     """Train a variant for a few steps; return its name and the seconds of a step."""
-    target = folder / run.variant
+    target = folder / run.name
+    half = _TIMED_STEPS // 2
     changes = [f"output={json.dumps(str(target))}", f"training.steps={_TIMED_STEPS}"]
-    changes += ["training.log_every=1", "training.trackers=[]"]
+    changes += [f"training.log_every={half}", "training.trackers=[]"]
     run_with_log([*run.command, *changes], Path(f"{target}.log"), threads)
-    seconds = [record["seconds"] for record in read_log(target / "log.jsonl")[0]]
-    return run.variant, (seconds[-1] - seconds[-1 - _TIMED_STEPS // 2]) / (_TIMED_STEPS // 2)
+    first, last = (record["seconds"] for record in read_log(target / "log.jsonl")[0])
+    return run.variant, (last - first) / half
 
 
 def do_runs(

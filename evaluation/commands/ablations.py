@@ -137,7 +137,9 @@ def compare(
         str, Option(metavar="NAME", help="encoding to compare with; own: the unchanged model")
     ] = OWN,
     jobs: Annotated[int, Option(parser=positive, metavar="N", help="runs side by side")] = 1,
-    plan: Annotated[bool, Option("--plan", help="only print what would be run")] = False,
+    plan: Annotated[
+        bool, Option("--plan", help="only print what would be run; --minutes-a-run times first")
+    ] = False,
     plugin: Plugin = None,
     overrides: Overrides = None,
 ) -> None:
@@ -182,12 +184,14 @@ def compare(
         "training.precision": "bf16" if torch.cuda.is_available() else "float32",
         "training.epochs": epochs or 10,
     }
+    user_changes = {}
     for override in overrides or ():
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not an override; write key.sub=value")
-        changes[key] = parse_yaml(value)
-    if minutes_a_run and (epochs or "training.steps" in changes):
+        user_changes[key] = parse_yaml(value)
+    changes |= user_changes
+    if minutes_a_run and (epochs or user_changes.keys() & {"training.steps", "training.epochs"}):
         raise ConfigError("--minutes-a-run sets the steps: leave out --epochs and training.steps")
     values = {
         "output": str(out),

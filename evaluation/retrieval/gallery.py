@@ -60,7 +60,7 @@ class Gallery:
         self._samples = Samples(shards, options.limit)
         self._encoded = BlockCache(self._encode_image, GIBIBYTE)
         with evaluating(loaded.model, options.device) as torch_device:
-            self.encoder = Encoder(loaded, self._samples, options, torch_device, GIBIBYTE)
+            self.encoder = Encoder(loaded, self._samples, options, torch_device)
             if store is not None and self._read(*store):
                 return
             self.collection = self.encoder.collect(ProcessGroup.current())

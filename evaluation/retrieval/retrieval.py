@@ -224,22 +224,25 @@ class RetrievalResult(Result):
     def table(self) -> Table:
         """Return recalls in percent with intervals, a row per direction and stage, and chance."""
         columns = [*(f"R@{k}" for k in RECALL_AT), MEAN]
+        images, texts = self.counts["images"], self.counts["texts"]
+        candidates = {"text_to_image": images, "image_to_text": texts}
         rows = []
         for direction in DIRECTIONS:
             for stage in self.stages:
                 cells = [self.figures[stage, direction, column].percent() for column in columns]
-                rows.append([f"{ARROWS[direction]}, {self._label(stage)}", *cells])
+                label = self._label(stage, candidates[direction])
+                rows.append([f"{ARROWS[direction]}, {label}", *cells])
             chances = [self.figures["dual", direction, column].chance for column in columns]
             rows.append([f"{ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
-            rows.append([f"both, {self._label(stage)}", "", "", "", self.mean(stage).percent()])
-        title = f"Retrieval: {self.counts['images']} images, {self.counts['texts']} captions"
+            label = self._label(stage, max(images, texts))
+            rows.append([f"both, {label}", "", "", "", self.mean(stage).percent()])
+        title = f"Retrieval: {images} images, {texts} captions"
         return Table(title, ["", *columns], rows, self.table_notes())
 
-    def _label(self, stage: Stage) -> str:
+    def _label(self, stage: Stage, candidates: int) -> str:
         """Return a stage's name, with the number of re-ranked candidates of a query."""
-        rerank = self.facts["rerank"] or 0
-        top = reranked_top(rerank, self.counts["images"], self.counts["texts"])
+        top = min(self.facts["rerank"] or 0, candidates)
         if stage == "match":
             return f"top {top} by the match score alone"
         return f"re-ranked top {top}" if stage == "rerank" else "dual encoder"

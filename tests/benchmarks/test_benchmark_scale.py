@@ -1,12 +1,15 @@
 import json
+from pathlib import Path
 
 import pytest
+import ranks
 from tests_support import TINY_MODEL
 
 from benchmarks.__main__ import main
 from benchmarks.scale import Scale, mixing, shards_of_node, task_collectives
 from vlp.training.config import PretrainConfig
 
+SCRIPT = Path(__file__).with_name("collective_ranks.py")
 SMALL = Scale(
     shards=40, shard_samples=50, ranks=4, ranks_per_node=2, streams=8, batch=32, window=20
 )
@@ -74,4 +77,16 @@ def test_the_task_itself_makes_few_calls_whose_bytes_grow_with_the_batch(world):
     assert trace.bytes == {
         "all_gather": GROUP * world * (2 * 8 * 4 + 2 * 8 + 8),
         "all_reduce": 8 * 7,
+    }
+
+
+@pytest.mark.nightly
+def test_calls_of_engines_on_two_ranks():
+    """Beside the task's own: two sums and two gathers, of counts, histogram and keys."""
+    lines = ranks.run([SCRIPT, "ddp,zero1,zero3"], 2).splitlines()
+    traces = [json.loads(line) for line in lines if line.startswith('{"engine"')]
+    assert {trace["engine"]: trace["calls"] for trace in traces} == {
+        "ddp": {"all_reduce": 4, "all_gather": 2},
+        "zero1": {"all_reduce": 5, "all_gather": 4},
+        "zero3": {"all_reduce": 4, "all_gather": 142, "reduce_scatter": 1},
     }
