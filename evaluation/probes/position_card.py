@@ -115,7 +115,7 @@ def position_map(
     random content in a disc and another in its background.
     """
     if name in CROSS_MODAL:
-        raise ValueError(f"{name} lies between an image and a text; see `vlp anchors`")
+        raise ValueError(f"{name} acts between an image and a text; see `vlp anchors`")
     # Tables and contents are random, but the same in every call.
     torch.manual_seed(0)
     sizes = {"width": WIDTH, "heads": HEADS, "grid": grid}

@@ -288,10 +288,10 @@ def test_other_models_say_why():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = transformers.BertModel(transformers.BertConfig(**sizes))
     with pytest.raises(
-        ValueError, match="BertModel of transformers: it has not a single embedding"
+        ValueError, match="BertModel of transformers: it needs exactly one embedding"
     ):
         attach(text, "irpe-product")
     # Its layers do not read their attention function from the configuration.
     image = transformers.Data2VecVisionModel(transformers.Data2VecVisionConfig(**PRETRAINED))
-    with pytest.raises(ValueError, match="has not layers of attention of"):
+    with pytest.raises(ValueError, match="needs attention layers of"):
         attach(image, "irpe-product")

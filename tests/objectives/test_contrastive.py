@@ -88,6 +88,10 @@ def test_pairs_of_one_image_or_with_equal_captions_are_positives():
     for candidates in (ids, queue.keys().pair_ids):
         same = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])
         assert torch.equal(positives(ids, candidates), same > 0)
+    by_image = positives(torch.tensor([3, 5]), torch.tensor([5, 3, 3]))
+    assert by_image.int().tolist() == [[0, 1, 1], [1, 0, 0]]
+    queue.push(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([9]))
+    assert queue.pair_ids[0].tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])

@@ -48,7 +48,7 @@ def attach(
     checkpointing, copies, pickles, `torch.compile`, `torch.export` and `torch.jit.trace` work as
     before; `torch.jit.script` does not. Timm's `no_weight_decay` includes the encodings' tables.
     Encodings that are bound to one grid raise on another. Under activation checkpointing a backward
-    pass must not be of images on two grids with the same number of patches, as 2 x 8 and 4 x 4.
+    pass must not mix grids with equally many patches, such as 2 x 8 and 4 x 4.
 
     Args:
         model: of timm a ViT, DeiT, Swin, Swin V2, Eva (EVA, EVA-02, DINOv3, Perception Encoder, ViT

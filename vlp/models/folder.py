@@ -25,7 +25,7 @@ from vlp.data.features.store import StoredFeatures, TowerKey
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.io import parse_json, write_json, write_tensors
-from vlp.models.config import SHORTHANDS, ModelConfig
+from vlp.models.config import SHORTHANDS, CrossConfig, ModelConfig
 from vlp.models.lora import merge_lora
 from vlp.models.pretrained.load import (
     LoadReport,
@@ -267,21 +267,34 @@ def _fit_tower(model: VLPModel, weights: Mapping[str, Tensor]) -> dict[str, Tens
     return {name: tower_weights[name] for name in names if name in tower_weights}
 
 
+# Options of `anchor` that other encodings read.
+_ANCHOR_OPTIONS = {
+    "uniform": ("roles", "mode", "shared_heads", "scale"),
+    "alignment": ("features",),
+}
+
+
 def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]:
     """Return notes of changed encoding options, with which trained tables have another effect."""
     notes = []
     cross, trained_cross = config.cross, trained_config.cross
-    for name in cross.position:
-        # `alignment` and `uniform` read the options of `anchor`.
-        key = "anchor" if name in ("alignment", "uniform") else name
-        options, trained_options = cross.options.get(key, {}), trained_cross.options.get(key, {})
-        if name in trained_cross.position and options != trained_options:
-            notes.append(f"cross.options.{key} was {dict(trained_options)}, not {dict(options)}")
+    for name in (name for name in cross.position if name in trained_cross.position):
+        trained = _cross_options(trained_cross, name)
+        for key, options in _cross_options(cross, name).items():
+            if options != trained[key]:
+                notes.append(f"cross.options.{key} was {trained[key]}, not {options}")
     for name, options in config.image.positions.items():
         trained_options = trained_config.image.positions.get(name, options)
         if options != trained_options:
             notes.append(f"image.positions.{name} was {dict(trained_options)}, not {dict(options)}")
     return list(dict.fromkeys(notes))
+
+
+def _cross_options(cross: CrossConfig, name: str) -> dict[str, dict[str, Any]]:
+    """Return the options that an encoding reads: of `anchor`, and its own."""
+    anchor = cross.options.get("anchor", {})
+    shared = {key: anchor[key] for key in _ANCHOR_OPTIONS.get(name, ()) if key in anchor}
+    return {"anchor": shared, name: dict(cross.options.get(name, {}))}
 
 
 def load_start(

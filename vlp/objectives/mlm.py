@@ -24,8 +24,8 @@ def select_masked(
         states: (B, N, width).
         labels: (B, N) int64, -100 at tokens that are not masked.
         valid: (B,) bool; other rows are left out.
-        max_masked: R, which then needs no synchronisation; of fewer masked tokens the last rows
-            have label -100, of more the last tokens are left out. None: R is their number.
+        max_masked: R, fixed and so without a synchronisation: missing rows have label -100, surplus
+            tokens are left out. None: R is the number of masked tokens.
     """
     mask = labels != IGNORE_INDEX
     if valid is not None:

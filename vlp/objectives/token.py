@@ -120,8 +120,8 @@ def token_losses(
     )
     valid = valid & word_mask.any(-1)
     positive = positives(ids, ids)
-    # is_pair[g, i, t]: a row of group g pairs the image of row i with the caption of row t. No
-    # third row is needed, so this includes all pairs that `related` finds.
+    # is_pair[g, i, t]: a row of group g pairs the image of row i with the caption of row t. With
+    # the group's rows as links, `is_pair | is_pair.mT` and `positive` are all `related` pairs.
     is_pair = match_by_links(ids, ids, ids)
     candidates = valid[:, None, :] & (positive | ~(is_pair | is_pair.mT))
     images, texts = full_precision(image_tokens, text_tokens)

@@ -28,7 +28,7 @@ class ShawPosition(ClippedPosition):
     Args:
         roles: which of key, value have positions.
         reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the
-            longest offset of `grid`. Other options are explained in `ClippedPosition`.
+            longest offset of `grid`.
     """
 
     NO_WEIGHT_DECAY = ("tables",)

@@ -186,7 +186,9 @@ class MDSinePosition(TokenEncoding):
         dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
         freqs: width / 2 numbers, or width / 2 rows of a number per coordinate (x first), in radians
             per unit; None: `frequencies` of the temperature.
-        temperature, layout, extent, mlp, approximate, mixer: see `SinePosition`.
+        temperature, layout, approximate, mixer: see `SinePosition`.
+        extent: the image's width and height in the unit of the sinusoids; None counts patches.
+        mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
     """
 
     def __init__(

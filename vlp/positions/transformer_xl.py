@@ -46,7 +46,6 @@ class TransformerXLPosition(ClippedPosition):
     prefix tokens have a learned vector in place of s W^R (papers.md#irpe-i10).
 
     Args:
-        width, heads, grid, reach, prefix_bucket: see `ClippedPosition`.
         offsets: "product"; "axes", concatenated sinusoids of dx and dy; or "raster".
         shared_heads: the same W^R, u and v for all heads.
         sinusoid_width: channels of s, even, for axes a multiple of 4; None: `width`.

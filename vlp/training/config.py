@@ -206,7 +206,7 @@ class PretrainConfig(RunConfig):
         None,
         description="model folder or hub name whose weights the run starts from, in place of "
         "public weights; encodings, token projections and a token score that it lacks keep their "
-        "own start",
+        "initialisation",
         json_schema_extra={"resume": "path"},
     )
     model: ModelConfig = Field(ModelConfig(), description="sizes of the encoders, and ACE-RPE")

@@ -54,10 +54,10 @@ class TransformersAdapter(Adapter):
         ]
         self._layers = [part for part in model.modules() if _is_attention(part)]
         if len(paths) != 1 or not self._layers:
-            missing = "layers of attention" if len(paths) == 1 else "a single embedding of patches"
+            missing = "attention layers" if len(paths) == 1 else "exactly one embedding of patches"
             raise ValueError(
-                f"encodings cannot be attached to {name} of transformers: it has not {missing} of "
-                "a supported class"
+                f"encodings cannot be attached to {name} of transformers: it needs {missing} of a "
+                "supported class"
             )
         self._path, self._embeddings = paths[0], embeddings[paths[0]]
         self._projection = _projection(self._embeddings)
