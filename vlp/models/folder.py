@@ -290,7 +290,7 @@ def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]
     return list(dict.fromkeys(notes))
 
 
-def _cross_options(cross: CrossConfig, name: str) -> dict[str, dict[str, Any]]:
+def _cross_options(cross: CrossConfig, name: str) -> dict[str, Mapping[str, Any]]:
     """Return the options that an encoding reads: of `anchor`, and its own."""
     anchor = cross.options.get("anchor", {})
     shared = {key: anchor[key] for key in _ANCHOR_OPTIONS.get(name, ()) if key in anchor}
