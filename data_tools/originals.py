@@ -187,13 +187,13 @@ class Originals:
         self._duplicates: dict[str, dict[tuple[int, str], FileEntry]] = {}
         # By base name and folder part: see `_index_by_folder`.
         self._by_part: dict[str, dict[str, list[_Match]]] = {}
-        # Folders in the list of files that were found by their base name alone.
+        # The folder that the annotations name, by match that was found by base name alone.
         self._folder_of_match: dict[_Match, str] = {}
-        # Hashes of matches that the list names with their folder: there may be millions.
+        # Matches that the annotations name with their folder; hashes, as there may be millions.
         self._match_hashes: set[int] = set()
         self._folded_names: dict[str, list[str]] | None = None
         self._folders: set[tuple[int, str]] = set()  # with images, by container
-        self._has_folder: dict[str, bool] = {}
+        self._has_folder: dict[str, bool] = {}  # cache of `_contains_folder`
         for root in roots:
             if root.is_dir():
                 self._add_folder(root)

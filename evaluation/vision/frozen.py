@@ -216,7 +216,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
 
 
 def _new_tail(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
-    # Runs of a seed share the initial head and image order.
+    # All methods start from the head of their seed.
     torch.manual_seed(seed)
     return Tail(task, frozen.blocks, classes)
 

@@ -244,9 +244,9 @@ def test_a_part_of_a_section_leaves_the_rest(folder, model, auto):
     kind = AutoModel if auto else vlp.VlpModel
     changed = kind.from_pretrained(folder, cross={"options": options})
     assert changed.model.anchor_threshold == pytest.approx(0.3)
-    sizes = model.config.sizes
+    sizes = model.config.model_config
     cross = sizes.cross.model_copy(update={"options": options})
-    assert changed.config.sizes == sizes.model_copy(update={"cross": cross})
+    assert changed.config.model_config == sizes.model_copy(update={"cross": cross})
     config = vlp.VlpConfig.from_pretrained(folder, temperature=0.5)
     both = vlp.VlpModel.from_pretrained(folder, config=config, feature_dropout=0.5)
     assert (both.config.temperature, both.config.feature_dropout) == (0.5, 0.5)

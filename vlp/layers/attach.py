@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlp.layers.attention import Fused
 from vlp.positions.base import PositionEncoding
 from vlp.positions.options import check_options
-from vlp.positions.registry import CROSS_MODAL, create_position, place_roles, position_options
+from vlp.positions.registry import CROSS_MODAL, create_position, position_options, with_roles
 
 Factory = Callable[..., PositionEncoding]
 Model = TypeVar("Model", bound=nn.Module)
@@ -182,7 +182,7 @@ class _EncodingFactory:
             # A constructor with ** may pass on options of any name.
             has_kwargs = any(x.kind is x.VAR_KEYWORD for x in parameters.values())
             self.checks_options = isinstance(name, type) and not has_kwargs
-        self.options = place_roles(self.name, on, options, self.option_names)
+        self.options = with_roles(self.name, on, options, self.option_names)
 
     def create(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
         """Create a module with its options among `sizes`, and a weight's device and dtype."""

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from vlp.config import ConfigError
-from vlp.layers.blocks import BlockMlp, ThreadLocal, fuse_by_device, pool_states, pooled_width
+from vlp.layers.blocks import BlockMlp, ThreadLocal, pool_states, pooled_width, set_fused_attention
 from vlp.models.config import ImageConfig
 from vlp.models.towers import TrainableTower, create_image_tower
 from vlp.positions import attach
@@ -103,7 +103,7 @@ class ImageEncoder(TrainableTower):
                 returns other embeddings.
         """
         vit: Any = self.vit
-        fuse_by_device(vit, pixels)
+        set_fused_attention(vit, pixels)
         self._patch_edits.edit_patches = edit_patches
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):

@@ -14,10 +14,10 @@ from vlp.positions.registry import (
     create_position,
     describe_options,
     list_positions,
-    place_roles,
     position_class,
     position_options,
     register_position,
+    with_roles,
 )
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ __all__ = [
     "describe_options",
     "drop_absolute",
     "list_positions",
-    "place_roles",
     "position_class",
     "position_options",
     "register_position",
+    "with_roles",
 ]
 
 

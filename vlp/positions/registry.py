@@ -168,7 +168,7 @@ def create_fitting_position(
     return create_position(name, **{**fitting_sizes, **options})
 
 
-def place_roles(
+def with_roles(
     name: str,
     on: str | None,
     options: Mapping[str, Any],

@@ -156,10 +156,13 @@ class SinePosition(TokenEncoding):
                 token_coordinates(self.name, self.dimensions, x, context, self.grid, self.extent)
             )
         channels = self.width // self.dimensions
+        # (B or 1, T - prefix, dimensions, channels)
         waves = sinusoid(coords, channels, self.temperature, self.layout)
         if self.mlp is None:
             return waves.flatten(-2)
-        return self.mlp(waves.unflatten(-2, (self.groups, -1)).flatten(-2)).flatten(-2)
+        # (B or 1, T - prefix, groups, width / groups): the MLP gets a group's coordinates together.
+        grouped = waves.unflatten(-2, (self.groups, -1)).flatten(-2)
+        return self.mlp(grouped).flatten(-2)
 
     def _raster_order(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return the positions of the tokens after the prefix: (B or 1, T - prefix, 1)."""

@@ -17,12 +17,13 @@ from vlp.positions import list_positions
 
 
 class VlpConfig(PreTrainedConfig):
-    """Sizes of a `VlpModel`: the keys of `vlp.models.config.ModelConfig`.
+    """Configuration of a `VlpModel`: the sections of `vlp.models.config.ModelConfig`.
 
     Args:
         plugins: module of each encoding of another package, as in `config.json`; the modules must
             be imported already.
-        options: keys, and transformers' own options, such as `id2label`, which are not saved.
+        options: sections, such as `text`; and options of transformers, such as `id2label`, which
+            are not saved.
     """
 
     model_type = "vlp"
@@ -30,10 +31,10 @@ class VlpConfig(PreTrainedConfig):
     def __init__(self, *, plugins: Mapping[str, str] | None = None, **options: Any) -> None:
         require_plugins(plugins or {}, list_positions(), "encoding", "VlpConfig")
         sections = {name: options.pop(name, None) for name in ModelConfig.model_fields}
-        values = {name: section for name, section in sections.items() if section is not None}
-        sizes = validate(values, ModelConfig, "VlpConfig").model_dump(mode="json")
+        sections = {name: section for name, section in sections.items() if section is not None}
+        model_config = validate(sections, ModelConfig, "VlpConfig")
         super().__init__(**options)
-        for name, section in sizes.items():
+        for name, section in model_config.model_dump(mode="json").items():
             setattr(self, name, section)
         # This import registers the models that Auto classes look up by this configuration.
         importlib.import_module("vlp.serving.model")
@@ -42,7 +43,7 @@ class VlpConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """Return the configuration of a `config.json`, changed by `options`.
 
-        Options are keys, merged into their sections, and transformers' own.
+        Options are sections, whose keys are merged into the file's, and those of transformers.
         """
         # Without effect: layers choose their attention by device.
         options.pop("attn_implementation", None)
@@ -50,10 +51,10 @@ class VlpConfig(PreTrainedConfig):
         return super().from_dict(merge(config_dict, changes), **options)
 
     @property
-    def sizes(self) -> ModelConfig:
-        """Return the keys as a `ModelConfig`."""
-        values = {name: getattr(self, name) for name in ModelConfig.model_fields}
-        return validate(values, ModelConfig, "VlpConfig")
+    def model_config(self) -> ModelConfig:
+        """Return the sections as a `ModelConfig`."""
+        sections = {name: getattr(self, name) for name in ModelConfig.model_fields}
+        return validate(sections, ModelConfig, "VlpConfig")
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **options: Any
@@ -62,7 +63,7 @@ class VlpConfig(PreTrainedConfig):
         from vlp.models.folder import save_sizes
 
         folder = Path(save_directory)
-        save_sizes(folder, self.sizes)
+        save_sizes(folder, self.model_config)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", folder.name), **options)
 

@@ -114,7 +114,7 @@ class VlpModel(_VlpPreTrainedModel):
 
     def __init__(self, config: VlpConfig, model: VLPModel | None = None) -> None:
         super().__init__(config)
-        self.model = VLPModel(config.sizes) if model is None else model
+        self.model = VLPModel(config.model_config) if model is None else model
         # accelerate looks buffers up by their names in the weights file.
         self._buffers = self.model._buffers
         self._non_persistent_buffers_set = set(self._buffers)
@@ -307,8 +307,8 @@ class VlpModel(_VlpPreTrainedModel):
         # `state_dict` replaces the folder's weights.
         if state_dict is None:
             if has_changes and (folder / CONFIG).is_file():
-                check_folder(config.sizes, read_config(folder / CONFIG), str(folder))
-            model = read_model(folder, config.sizes)
+                check_folder(config.model_config, read_config(folder / CONFIG), str(folder))
+            model = read_model(folder, config.model_config)
         config.name_or_path = str(pretrained_model_name_or_path)
         instance = cls(config, model).eval()
         report = load_state(instance, state_dict)

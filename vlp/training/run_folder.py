@@ -59,18 +59,18 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config
 
 
 def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) -> None:
-    """Require the same configuration and data on all ranks, except for paths; collective."""
+    """Require the same configuration and data on all ranks; paths may differ. Collective."""
     leaves, parts = dict(_leaves(config.model_dump(mode="json"))), dict(fingerprint)
     rank_0_leaves, rank_0_parts = distributed.broadcast_object((leaves, parts))
-    changes = dict(rank_0_parts.items() ^ parts.items())
-    problems = [f"{part} of the data is not that of rank 0" for part in changes]
+    other_parts = {part for part, _ in rank_0_parts.items() ^ parts.items()}
+    problems = [f"{part} of the data is not that of rank 0" for part in other_parts]
     for key in rank_0_leaves.keys() | leaves.keys():
         value, rank_0_value = leaves.get(key), rank_0_leaves.get(key)
         if value != rank_0_value and not _may_differ_by_node(config, key, value, rank_0_value):
             problems.append(redact(f"{key} is {value!r}, {rank_0_value!r} on rank 0"))
     with distributed.raise_on_all_ranks(ConfigError):
         if problems:
-            raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(set(problems)))}")
+            raise ConfigError(f"{socket.gethostname()}: {'; '.join(sorted(problems))}")
 
 
 def _may_differ_by_node(config: Config, key: str, *values: Any) -> bool:

@@ -30,7 +30,7 @@ from vlp.data.shards.tar import BLOCK, escape_name, open_tar
 from vlp.io import atomic_write
 
 
-def narrow(values: ArrayLike) -> np.ndarray:
+def smallest_ints(values: ArrayLike) -> np.ndarray:
     """Return non-negative numbers in the smallest signed integer type; NumPy sums them in int64."""
     # Signed, as NumPy makes floats of uint64 with signed integers: -1 - max needs the signed type
     # that holds max.
@@ -75,7 +75,7 @@ class ShardTable:
         # Columns are (shards,): names in UTF-8, ascending; numbers narrow, as workers get a copy.
         self.names = np.asarray(columns["name"], dtype=np.bytes_)
         self.samples, self.bytes, self.captions, self.uncaptioned = (
-            narrow(columns[name]) for name in ShardEntry._fields[1:]
+            smallest_ints(columns[name]) for name in ShardEntry._fields[1:]
         )
         self.file = file
         self.total = int(self.samples.sum())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vlp.config import ConfigError
-from vlp.data.shards.index import LRUCache, narrow
+from vlp.data.shards.index import LRUCache, smallest_ints
 from vlp.data.stream.rng import make_rng
 
 
@@ -85,15 +85,15 @@ class TrainingSampler:
         self.streams = streams
         self.window = window
         self.seed = seed
-        self._sizes = [narrow(source.sizes) for source in sources]
+        self._sizes = [smallest_ints(source.sizes) for source in sources]
         self._totals = [int(sizes.sum()) for sizes in self._sizes]
         # Weights are decimal: 0.1 is a tenth, not the nearest binary fraction.
         self._weights = [Fraction(source.weight).limit_denominator(10**6) for source in sources]
         if not any(total * weight for total, weight in zip(self._totals, self._weights)):
             raise ConfigError("the sources hold no samples")
         self._layouts: LRUCache[EpochLayout] = LRUCache(2)
-        # The order of each stream's current window with its (epoch, number), as streams only move
-        # forward.
+        # By stream: (epoch, window number) and shuffled order of its last window; streams never go
+        # back.
         self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}
         self._position_type = np.min_scalar_type(window)
 
@@ -288,7 +288,7 @@ class EpochLayout:
     """The chunks of an epoch in order, as rows (source, shard, first position, pass, length)."""
 
     def __init__(self, chunks: np.ndarray) -> None:
-        self._chunks = [narrow(row) for row in chunks]
+        self._chunks = [smallest_ints(row) for row in chunks]
         self._ends = np.cumsum(chunks[4])
 
     def shards(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from vlp.positions import (
     causal_positions,
     create_fitting_position,
     drop_absolute,
-    place_roles,
+    with_roles,
 )
 from vlp.positions.options import PositionConfig
 
@@ -66,10 +66,10 @@ def on_tokens(position: PositionConfig) -> bool:
 
 
 def create_encoding(position: PositionConfig, **sizes: Any) -> PositionEncoding:
-    """Create one encoding; of `sizes` (width, heads, grid) it gets those that it accepts."""
+    """Create one encoding with those of `sizes` (width, heads, ...) that are its options."""
     try:
         _refuse_cross_modal(position)
-        options = place_roles(position.name, position.roles, position.options)
+        options = with_roles(position.name, position.roles, position.options)
         return create_fitting_position(position.name, sizes, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"position encoding {position.name}: {error}") from error

@@ -16,7 +16,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.stream.loader import OrderedData
 from vlp.data.stream.rng import make_rng
-from vlp.layers.blocks import fuse_by_device
+from vlp.layers.blocks import set_fused_attention
 from vlp.models.vision.backbone import BackboneConfig, create_backbone
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision
@@ -82,7 +82,7 @@ class Classification(VisionTask):
         """Compute the loss in nats per image, and the accuracy unless images are mixed."""
         targets = F.one_hot(batch.labels, len(self.classes)).to(batch.pixels.dtype)
         pixels, targets, is_mixed = self._mix(batch.pixels, targets, step)
-        fuse_by_device(self.model, pixels)
+        set_fused_attention(self.model, pixels)
         with self.autocast(pixels.device):
             logits = self.model(pixels)
         (logits,) = full_precision(logits)
@@ -92,6 +92,7 @@ class Classification(VisionTask):
         losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
         statistics = {}
         if not is_mixed:
+            # Either all rows are valid, or the batch is a single grey row.
             statistics["accuracy"] = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics=statistics)
 
