@@ -95,7 +95,7 @@ def test_row_without_negatives_has_no_margin_term_and_finite_gradients(case):
 def test_empty_slots_count_nowhere(case):
     valid = torch.tensor([True, False, True, True])
     candidate_valid = torch.tensor([True, False, True, True, False, True])
-    loss = paper_anchor_loss(*case, valid=valid, candidate_valid=candidate_valid)
+    loss = paper_anchor_loss(*case, 2.0, 0.05, valid, candidate_valid)
     image, text, image_keys, text_keys, positive, *tokens = case
     cut = [
         *(image[valid], text[valid], image_keys[candidate_valid], text_keys[candidate_valid]),

@@ -21,8 +21,8 @@ TAU = torch.tensor(0.3)
 
 def anchor(image, text, patches, words, valid):
     same = positives(IDS, IDS)
-    options = {"valid": valid, "candidate_valid": valid}
-    return paper_anchor_loss(image, text, image, text, same, patches, words, MASK, **options)
+    options = MASK, 2.0, 0.05, valid, valid
+    return paper_anchor_loss(image, text, image, text, same, patches, words, *options)
 
 
 def token(patches, words, valid):

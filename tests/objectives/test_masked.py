@@ -9,7 +9,7 @@ from vlp.objectives.mlm import MLMHead, masked_token_bound, mlm_loss, select_mas
 def test_positions_are_the_masked_words_of_real_rows():
     states = torch.arange(12.0).view(2, 3, 2)
     labels = torch.tensor([[-100, 4, -100], [7, -100, 9]])
-    chosen, targets = select_masked(states, labels)
+    chosen, targets = select_masked(states, labels, torch.tensor([True, True]))
     assert targets.tolist() == [4, 7, 9]
     assert chosen.tolist() == [states[0, 1].tolist(), states[1, 0].tolist(), states[1, 2].tolist()]
     chosen, targets = select_masked(states, labels, torch.tensor([False, True]))
@@ -78,8 +78,9 @@ def test_patch_layout_is_that_of_a_patch_convolution():
 def test_refuses_images_of_broken_patches():
     with pytest.raises(ValueError, match="5 x 4 pixels are not whole patches of 2"):
         patchify(torch.zeros(1, 3, 5, 4), 2)
+    masked = torch.zeros(1, 2, 2) > 0
     with pytest.raises(ValueError, match="do not fit images"):
-        mim_loss(torch.zeros(1, 4, 27), torch.zeros(1, 3, 4, 4), torch.zeros(1, 2, 2) > 0)
+        mim_loss(torch.zeros(1, 4, 27), torch.zeros(1, 3, 4, 4), masked, masked[:, 0, 0])
 
 
 def test_equals_the_loop_of_mim():

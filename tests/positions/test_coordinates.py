@@ -41,7 +41,7 @@ def test_units_on_a_grid(dimensions, extent, prefix):
 def test_given_places_at_the_patches_are_the_patches(dimensions, extent):
     rows, columns = grid = (3, 5)
     make = patch_centres if dimensions == 2 else patch_boxes
-    shares = make(grid, torch.float64)
+    shares = make(grid, torch.float64, torch.device("cpu"))
     shares = shares / torch.tensor([columns, rows] * (dimensions // 2))
     order = torch.randperm(15)
     x = tokens(16)

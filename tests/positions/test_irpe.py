@@ -196,7 +196,7 @@ def test_no_vector_per_pair_is_built_and_rows_are_summed_in_float32():
     attention = torch.full((1, 1, tokens, tokens), 1 / tokens, dtype=torch.bfloat16)
     attention.requires_grad_()
     with Largest() as seen:
-        logits = products(states, table, pairs).dense()
+        logits = products(states, table, pairs, 1.0).dense()
         values = attended_rows(attention, table, pairs)
         (logits.sum() + values.sum()).backward()
     assert logits.dtype == torch.float32

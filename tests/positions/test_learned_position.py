@@ -93,7 +93,8 @@ def test_a_patch_is_its_own_box(grid):
     rows, columns = grid
     tokens = torch.zeros(1, rows * columns, 8).double()
     out = position("tokens", tokens, PositionContext(grid))
-    shares = patch_boxes(grid, torch.float64) / torch.tensor([columns, rows, columns, rows])
+    shares = patch_boxes(grid, torch.float64, torch.device("cpu"))
+    shares /= torch.tensor([columns, rows, columns, rows])
     given = position("tokens", tokens, PositionContext(coordinates=shares[None]))
     assert torch.equal(given, out)
     for row in range(rows):

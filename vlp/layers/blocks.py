@@ -185,13 +185,11 @@ class TextEmbedding(nn.Module):
     times the root mean square of the word embeddings, or, if it is 0, as in BERT.
     """
 
-    def __init__(
-        self, vocab_size: int, width: int, max_positions: int, sines: float = 0, types: int = 2
-    ) -> None:
+    def __init__(self, vocab_size: int, width: int, max_positions: int, sines: float = 0) -> None:
         super().__init__()
         self.word = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_positions, width)
-        self.token_type = nn.Embedding(types, width)
+        self.token_type = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
         for table in (self.word, self.token_type):
             nn.init.normal_(table.weight, std=INIT_STD)

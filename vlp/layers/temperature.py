@@ -36,16 +36,17 @@ def _bounded_exp(x: Tensor, low: float, high: float) -> Tensor:
 
 
 class LearnedScale(nn.Module):
-    """Positive factor of logits in [minimum, maximum], learned as its logarithm.
+    """Factor of logits in [1, 100], learned as its logarithm.
 
-    The maximum of 100 is CLIP's (Radford et al. 2021, section 2.5).
+    The maximum is CLIP's (Radford et al. 2021, section 2.5).
     """
 
-    def __init__(self, start: float, minimum: float = 1.0, maximum: float = 100.0) -> None:
+    low, high = 0.0, math.log(100.0)
+
+    def __init__(self, start: float) -> None:
         super().__init__()
-        if not 0 < minimum <= start <= maximum:
-            raise ValueError(f"a scale of {start} is not in [{minimum}, {maximum}]")
-        self.low, self.high = math.log(minimum), math.log(maximum)
+        if not 1 <= start <= 100:
+            raise ValueError(f"a scale of {start} is not in [1, 100]")
         self.log_scale = nn.Parameter(torch.tensor(math.log(start), dtype=torch.float32))
 
     def forward(self) -> Tensor:
@@ -54,10 +55,10 @@ class LearnedScale(nn.Module):
 
 
 class Temperature(LearnedScale):
-    """Softmax temperature in [minimum, maximum], learned as the logarithm of its inverse."""
+    """Softmax temperature in [0.01, 1], learned as the logarithm of its inverse."""
 
-    def __init__(self, start: float = 0.07, minimum: float = 0.01, maximum: float = 1.0) -> None:
-        super().__init__(1 / start, 1 / maximum, 1 / minimum)
+    def __init__(self, start: float) -> None:
+        super().__init__(1 / start)
 
     def forward(self) -> Tensor:
         """Return the temperature, a scalar."""

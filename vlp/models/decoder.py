@@ -379,7 +379,7 @@ def answer_logits(
     ids: Tensor,
     embedding: TextEmbedding,
     pad_id: int,
-    positions: Tensor | None = None,
+    positions: Tensor | None,
 ) -> Tensor:
     """Compute logits (R, vocabulary) of R predicted tokens; arguments as in `answer_likelihood`."""
     positions = predicted_positions(ids, pad_id) if positions is None else positions
@@ -452,7 +452,6 @@ class AnswerRanking:
         answers: (A, L) int64, [CLS] ... [SEP] and padding, unique, by falling frequency: of equally
             likely answers (within 1e-4 nats) the first wins.
         candidates: number of answers to rank, those with the likeliest first tokens; None: all.
-        max_logits: maximum number of logits in memory (tokens of answers times the vocabulary).
     """
 
     def __init__(
@@ -462,7 +461,6 @@ class AnswerRanking:
         embedding: TextEmbedding,
         pad_id: int,
         candidates: int | None = CANDIDATES,
-        max_logits: int = MAX_LOGITS,
     ) -> None:
         if not len(answers) or (candidates is not None and candidates < 1):
             raise ValueError(
@@ -474,7 +472,7 @@ class AnswerRanking:
         self._tokens = (answers != pad_id).sum(1)
         self._exact = candidates is None
         self._round = min(candidates or _ROUND, len(answers))
-        self._max_tokens = max_logits // embedding.word.num_embeddings
+        self._max_tokens = MAX_LOGITS // embedding.word.num_embeddings
 
     @torch.no_grad()
     def __call__(self, memory: Memory) -> BestAnswers:

@@ -22,8 +22,12 @@ def anchor_loss(
     margin: float = 0.05,
 ) -> Tensor:
     """Compute Eqs 1-2 as printed, a scalar mean over the batch; see `paper_anchor_loss`."""
-    pairs = image, text, image_candidates, text_candidates, positive
-    loss = paper_anchor_loss(*pairs, image_tokens, text_tokens, text_mask, scale, margin)
+    if text_mask is None:
+        text_mask = positive.new_ones(text_tokens.shape[:2])
+    valid, candidate_valid = positive.new_ones(len(positive)), positive.new_ones(positive.shape[1])
+    pairs, tokens = (image, text, image_candidates, text_candidates), (image_tokens, text_tokens)
+    options = text_mask, scale, margin, valid, candidate_valid
+    loss = paper_anchor_loss(*pairs, positive, *tokens, *options)
     return loss.total / loss.count.clamp(min=1)
 
 
@@ -35,11 +39,11 @@ def paper_anchor_loss(
     positive: Tensor,
     image_tokens: Tensor,
     text_tokens: Tensor,
-    text_mask: Tensor | None = None,
-    scale: float = 2.0,
-    margin: float = 0.05,
-    valid: Tensor | None = None,
-    candidate_valid: Tensor | None = None,
+    text_mask: Tensor,
+    scale: float,
+    margin: float,
+    valid: Tensor,
+    candidate_valid: Tensor,
 ) -> Loss:
     """Compute ACE-RPE's Eqs 1-2 for a batch that may have empty rows.
 
@@ -51,7 +55,7 @@ def paper_anchor_loss(
         positive: (B, K) bool.
         image_tokens: (B, M, d).
         text_tokens: (B, N, d).
-        text_mask: (B, N) bool, True = word piece; False: [CLS], [SEP] and padding. None: all True.
+        text_mask: (B, N) bool, True = word piece; False: [CLS], [SEP] and padding.
         scale: lambda.
         margin: delta.
         valid: (B,) bool, False = empty row, not counted.
@@ -60,12 +64,6 @@ def paper_anchor_loss(
     image, text, image_candidates, text_candidates, image_tokens, text_tokens = full_precision(
         image, text, image_candidates, text_candidates, image_tokens, text_tokens
     )
-    if text_mask is None:
-        text_mask = positive.new_ones(text_tokens.shape[:2])
-    if valid is None:
-        valid = positive.new_ones(positive.shape[0])
-    if candidate_valid is None:
-        candidate_valid = positive.new_ones(positive.shape[1])
     with no_autocast(image):
         # f of a pair is the cosine of [CLS] projections (papers.md#ace-a3).
         image_to_text = image @ text_candidates.T

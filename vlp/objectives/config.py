@@ -40,16 +40,6 @@ class ContrastiveConfig(Config):
     )
     token: TokenTermConfig = Field(TokenTermConfig(), description="token term (kind anchor)")
 
-    @property
-    def is_paper_form(self) -> bool:
-        """Return whether Eqs 1-2 are trained as printed, without temperature and token term."""
-        return self.kind == "paper"
-
-    @property
-    def has_token_term(self) -> bool:
-        """Return whether the token term is trained in addition to the pair term."""
-        return self.kind == "anchor"
-
 
 class ITMConfig(Config):
     """Image-text matching with hard negatives drawn inside `group` samples of the global batch."""

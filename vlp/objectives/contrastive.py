@@ -113,8 +113,8 @@ def itc_loss(
     text_candidates: Tensor,
     positive: Tensor,
     temperature: Tensor | float,
-    valid: Tensor | None = None,
-    candidate_valid: Tensor | None = None,
+    valid: Tensor,
+    candidate_valid: Tensor,
     soft_targets: tuple[Tensor, Tensor] | None = None,
     alpha: float = 0.0,
 ) -> Loss:
@@ -133,10 +133,6 @@ def itc_loss(
         soft_targets: result of the function `soft_targets`, (B, K) each.
         alpha: weight of the soft targets.
     """
-    if valid is None:
-        valid = positive.new_ones(len(positive))
-    if candidate_valid is None:
-        candidate_valid = positive.new_ones(positive.shape[1])
     positive = positive & candidate_valid
     valid = valid & positive.any(-1)
     soft_i2t, soft_t2i = soft_targets if soft_targets is not None else (None, None)
@@ -154,17 +150,16 @@ def soft_targets(
     image_candidates: Tensor,
     text_candidates: Tensor,
     temperature: Tensor | float,
-    candidate_valid: Tensor | None = None,
+    candidate_valid: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute a teacher's targets, image-to-text and text-to-image, (B, K) without gradient.
 
     They are the softmax of feature similarities over valid candidates (ALBEF, section 3.3).
     """
     logits_i2t, logits_t2i = _logits(image, text, image_candidates, text_candidates, temperature)
-    if candidate_valid is not None:
-        lowest = torch.finfo(logits_i2t.dtype).min
-        logits_i2t = logits_i2t.masked_fill(~candidate_valid, lowest)
-        logits_t2i = logits_t2i.masked_fill(~candidate_valid, lowest)
+    lowest = torch.finfo(logits_i2t.dtype).min
+    logits_i2t = logits_i2t.masked_fill(~candidate_valid, lowest)
+    logits_t2i = logits_t2i.masked_fill(~candidate_valid, lowest)
     return logits_i2t.softmax(-1), logits_t2i.softmax(-1)
 
 

@@ -68,7 +68,7 @@ def require_whole_groups(
     group_sizes = {}
     if objectives.itm:
         group_sizes[f"{prefix}.itm.group"] = objectives.itm.group
-    if objectives.contrastive and objectives.contrastive.has_token_term:
+    if objectives.contrastive and objectives.contrastive.kind == "anchor":
         group_sizes[f"{prefix}.contrastive.token.group"] = objectives.contrastive.token.group
     rank_batch = batch // ranks
     for key, group_size in group_sizes.items():

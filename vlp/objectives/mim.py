@@ -27,10 +27,10 @@ class MaskToken(nn.Module):
 class MIMHead(nn.Module):
     """SimMIM's parameters: a linear layer from states to pixels, and the mask token."""
 
-    def __init__(self, width: int, patch_size: int, channels: int = 3) -> None:
+    def __init__(self, width: int, patch_size: int) -> None:
         super().__init__()
         self.mask_token = MaskToken(width)
-        self.pixels = nn.Linear(width, channels * patch_size**2)
+        self.pixels = nn.Linear(width, 3 * patch_size**2)
         nn.init.trunc_normal_(self.pixels.weight, std=0.02)
         nn.init.zeros_(self.pixels.bias)
 
@@ -53,7 +53,7 @@ def patchify(pixels: Tensor, patch_size: int) -> Tensor:
 
 
 @region
-def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | None = None) -> Loss:
+def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor) -> Loss:
     """Compute the mean absolute error of masked patches (SimMIM, Eq. 1); `count` is their number.
 
     Args:
@@ -70,9 +70,7 @@ def mim_loss(prediction: Tensor, pixels: Tensor, mask: Tensor, valid: Tensor | N
             f"{tuple(prediction.shape)} predicted values do not fit images of "
             f"{tuple(pixels.shape)} on a grid of {rows} x {columns} patches"
         )
-    patch_mask = mask.flatten(1)
-    if valid is not None:
-        patch_mask = patch_mask & valid[:, None]
+    patch_mask = mask.flatten(1) & valid[:, None]
     prediction, target = full_precision(prediction, target)
     # Mask after the loss: selecting masked patches before it has a slower backward pass.
     losses = F.l1_loss(prediction, target, reduction="none").mean(-1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vlp.compilation import region
+from vlp.layers.blocks import NORM_EPS
 from vlp.objectives.loss import Loss
 from vlp.precision import full_precision
 
@@ -16,7 +17,7 @@ IGNORE_INDEX = -100
 
 
 def select_masked(
-    states: Tensor, labels: Tensor, valid: Tensor | None = None, max_masked: int | None = None
+    states: Tensor, labels: Tensor, valid: Tensor, max_masked: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select states (R, width) and labels (R,) of masked tokens.
 
@@ -27,9 +28,7 @@ def select_masked(
         max_masked: R, fixed and so without a synchronisation: missing rows have label -100, surplus
             tokens are left out. None: R is the number of masked tokens.
     """
-    mask = labels != IGNORE_INDEX
-    if valid is not None:
-        mask = mask & valid[:, None]
+    mask = (labels != IGNORE_INDEX) & valid[:, None]
     if max_masked is None:
         return states[mask], labels[mask]
     return _select_first(states, labels, mask, max_masked)
@@ -68,12 +67,10 @@ def masked_token_bound(tokens: int, probability: float) -> int:
 class MLMHead(nn.Module):
     """BERT's prediction head: dense, GELU, LayerNorm, then the tied word embedding with a bias."""
 
-    def __init__(
-        self, width: int, vocab_size: int, epsilon: float = 1e-12, table_width: int | None = None
-    ) -> None:
+    def __init__(self, width: int, vocab_size: int, table_width: int | None = None) -> None:
         super().__init__()
         self.dense = nn.Linear(width, table_width or width)
-        self.norm = nn.LayerNorm(table_width or width, eps=epsilon)
+        self.norm = nn.LayerNorm(table_width or width, eps=NORM_EPS)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         nn.init.normal_(self.dense.weight, std=0.02)
         nn.init.zeros_(self.dense.bias)

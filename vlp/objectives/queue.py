@@ -69,16 +69,16 @@ class KeyQueue:
     """
 
     # No `nn.Module`, so that a task does not register it as a part of the student.
-    def __init__(self, size: int, dim: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, size: int, dim: int) -> None:
         if size < 0:
             raise ValueError(f"a queue has at least 0 keys, not {size}")
         self.size = size
-        self.image = torch.zeros(size, dim, device=device)
-        self.text = torch.zeros(size, dim, device=device)
-        self.pair_ids = torch.full((size, 2), -1, dtype=torch.int64, device=device)
+        self.image = torch.zeros(size, dim)
+        self.text = torch.zeros(size, dim)
+        self.pair_ids = torch.full((size, 2), -1)
         # 0-d tensors, so that no push needs a synchronisation.
-        self.pointer = torch.zeros((), dtype=torch.int64, device=device)
-        self.filled = torch.zeros((), dtype=torch.int64, device=device)
+        self.pointer = torch.zeros((), dtype=torch.int64)
+        self.filled = torch.zeros((), dtype=torch.int64)
 
     def to(self, device: torch.device | str) -> KeyQueue:
         """Move the keys to `device`."""

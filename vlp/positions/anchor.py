@@ -86,10 +86,8 @@ _BLOCK = 256
 _MAX_PATCH_REACH = 4
 
 
-def kernel_supports(text_reach: int | None, patch_reach: int | None) -> bool:
+def kernel_supports(text_reach: int, patch_reach: int) -> bool:
     """Return whether the kernel supports a window: at most 9 x 9 patches and 2^15 - 1 entries."""
-    if text_reach is None or patch_reach is None:
-        return False
     # The kernel numbers the entries of a window in int16.
     return patch_reach <= _MAX_PATCH_REACH and _window_entries(text_reach, patch_reach) < 2**15
 
@@ -298,7 +296,6 @@ def anchor_path(
     text_window: int | None = 5,
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
-    kernel: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute the shortest path P_ace of Eq. 7 (papers.md#ace-a10 to #ace-a16).
 
@@ -313,7 +310,6 @@ def anchor_path(
         text_window: B_t, an odd number of tokens; None is unbounded.
         patch_window: B_p, an odd square of patches (9 = 3 x 3); None is unbounded.
         metric: distance between patches, in patches.
-        kernel: False uses PyTorch on a GPU, too.
 
     Returns:
         The path (..., M, N, G), where a step of one patch and a step of one token both add 1
@@ -331,9 +327,13 @@ def anchor_path(
     shape, dtype = distance.shape, distance.dtype
     word_mask = None if text_mask is None else _expand_mask(text_mask, distance)
     distance = distance.reshape(math.prod(shape[:-3]), *shape[-3:])
-    kernel = kernel and on_gpu(distance) and has_triton()
-    kernel = kernel and kernel_supports(text_reach, patch_reach)
-    if kernel and text_reach is not None and patch_reach is not None:
+    if (
+        text_reach is not None
+        and patch_reach is not None
+        and kernel_supports(text_reach, patch_reach)
+        and on_gpu(distance)
+        and has_triton()
+    ):
         path, reachable = windowed_path(distance, grid, word_mask, text_reach, patch_reach, metric)
         return path.view(shape), reachable.view(shape)
 

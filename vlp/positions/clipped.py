@@ -102,6 +102,7 @@ class ClippedPosition(LookupPosition):
         self.name, self.offsets, self.reach = name, offsets, reach
         self.grid = None if grid is None else (grid[0], grid[1])
         self.head_width = head_width(name, width, heads)
+        self.scale = self.head_width**-0.5
         self.table_heads = 1 if shared_heads else heads
         self.prefix_bucket = prefix_bucket
         try:

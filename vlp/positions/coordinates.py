@@ -13,9 +13,7 @@ from vlp.positions.base import PositionContext
 _TOLERANCE = 1e-3
 
 
-def patch_centres(
-    grid: tuple[int, int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
-) -> Tensor:
+def patch_centres(grid: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return x, y of the patches' centres in raster order: (rows * columns, 2).
 
     They count patches from the image's upper left corner: the first is 0.5, 0.5.
@@ -26,9 +24,7 @@ def patch_centres(
     return torch.stack([x.expand(rows, -1), y[:, None].expand(-1, columns)], -1).flatten(0, 1)
 
 
-def patch_boxes(
-    grid: tuple[int, int], dtype: torch.dtype = torch.float32, device: torch.device | None = None
-) -> Tensor:
+def patch_boxes(grid: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return x0, y0, x1, y1 of the patches in raster order: (rows * columns, 4), in patches."""
     centres = patch_centres(grid, dtype, device)
     return torch.cat([centres - 0.5, centres + 0.5], -1)

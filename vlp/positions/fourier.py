@@ -87,7 +87,6 @@ class FourierPosition(TokenEncoding):
     **Reconstruction (papers.md#fourier-f2)**: W_r starts from N(0, gamma^-2), a variance.
 
     Args:
-        width: channels of the tokens.
         grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes; each patch of a grid is a box.
         groups: number of groups of coordinates.
@@ -103,7 +102,6 @@ class FourierPosition(TokenEncoding):
         approximate, dropout: see `Modulator`.
         norm: see `Modulator`; initial positions then differ by 0.5 per channel instead of 0.02.
         regularised: learn the target variance of `regulariser`, initially gamma^-2.
-        mixer: see `TokenEncoding`.
     """
 
     def __init__(
@@ -202,12 +200,11 @@ class MLPPosition(TokenEncoding):
     tokens get no position.
 
     Args:
-        width: channels of the tokens.
         grid: (rows, columns) where the context has no grid.
         dimensions: 2 for points x, y, 4 for boxes; each patch of a grid is a box.
         hidden: hidden channels of the MLP.
         extent: the image's width and height in the unit of the coordinates; None counts patches.
-        approximate, dropout, mixer: see `Modulator` and `TokenEncoding`.
+        approximate, dropout: see `Modulator`.
     """
 
     def __init__(

@@ -9,19 +9,6 @@ from vlp.positions.clipped import ClippedPosition, Offsets
 from vlp.positions.lookup import Lookup, products
 
 
-def huang_lookups(query: Tensor, key: Tensor, table: Tensor, ids: Tensor) -> list[Lookup]:
-    """Return the terms of iRPE's Eq. 11: (q_i . p_ij + k_j . p_ij) / sqrt(channels).
-
-    Args:
-        query, key: (batch, heads, T, channels).
-        table: (1 or heads, rows, channels), for both queries and keys.
-        ids: int64 (tables, T, T), rows of the table, query by key.
-    """
-    # The printed numerator is (q_i + p_ij)(k_j + p_ij) - p_ij p_ij; the squares cancel.
-    scale = query.shape[-1] ** -0.5
-    return [products(query, table, ids, scale), products(key, table, ids, scale, of_keys=True)]
-
-
 class HuangPosition(ClippedPosition):
     """Relative positions of Huang et al. 2020, on images as iRPE compares them (Eq. 11).
 
@@ -52,6 +39,10 @@ class HuangPosition(ClippedPosition):
         self.table = self._table(self.head_width)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return `huang_lookups` of one layer."""
+        """Return the terms of Eq. 11: (q_i . p_ij + k_j . p_ij) / sqrt(head width)."""
+        # The printed numerator is (q_i + p_ij)(k_j + p_ij) - p_ij p_ij; the squares cancel.
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        return huang_lookups(query, key, self.table, ids)
+        return [
+            products(query, self.table, ids, self.scale),
+            products(key, self.table, ids, self.scale, of_keys=True),
+        ]

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from vlp.positions.base import PositionContext, cached_constant
 from vlp.positions.buckets import IndexFunction, Method, Universe, Variant, bucket_ids, table_size
 from vlp.positions.coordinates import grid_size, require_grid_tokens
-from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products, scalars
+from vlp.positions.lookup import Lookup, LookupPosition, attended_rows, products
 from vlp.positions.options import head_width, require_choice, require_defaults
+from vlp.precision import at_least_float32
 
 ROLES = ("query", "key", "value")
 
@@ -153,7 +154,7 @@ class RelativePosition(LookupPosition):
     def _lookup(self, states: Tensor, role: str, ids: Tensor, of_keys: bool = False) -> Lookup:
         """Look up states_i . r[ids_ij], in bias mode r[ids_ij], times the scale (Eqs 27, 28)."""
         if self.mode == "bias":
-            return scalars(self.tables[role], ids, self.scale)
+            return Lookup(at_least_float32(self.tables[role])[None, :, None] * self.scale, ids)
         return products(states, self.tables[role], ids, self.scale, of_keys)
 
     def _ids(

@@ -28,11 +28,9 @@ class LearnedPosition(TokenEncoding):
     shorter than the table. With `grid` set, other grids are refused.
 
     Args:
-        width: channels of the tokens.
         length: number of positions; None: rows * columns of `grid`.
         grid: (rows, columns) of the patches.
         deviation: standard deviation of the initial table.
-        mixer: see `TokenEncoding`.
     """
 
     NO_WEIGHT_DECAY = ("table",)
@@ -82,7 +80,6 @@ class LearnedGridPosition(TokenEncoding):
         grid: (rows, columns) of the largest grid.
         combine: "concat" for vectors of half the width, or "sum" for vectors of the full width.
         deviation: standard deviation of the initial tables.
-        mixer: see `TokenEncoding`.
     """
 
     NO_WEIGHT_DECAY = ("table_rows", "table_columns")
@@ -136,7 +133,6 @@ class LearnedBoxPosition(TokenEncoding):
         places: number of lines, and rows of each table.
         combine: "concat" for vectors of a quarter of the width, or "sum" for the full width.
         deviation: standard deviation of the initial tables.
-        mixer: see `TokenEncoding`.
     """
 
     NO_WEIGHT_DECAY = ("table_top", "table_left", "table_bottom", "table_right")

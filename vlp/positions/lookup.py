@@ -33,7 +33,7 @@ class Lookup(NamedTuple):
         """Return the term of every pair; broadcasts to (batch, heads, T, T)."""
         if self.ids is None:
             return self.per_row.mT if self.of_keys else self.per_row
-        # `scalars` are the same for all tokens.
+        # Values that are the same for all tokens.
         if self.per_row.shape[-2] == 1:
             return _sum(self.per_row[..., 0, :][..., table_ids] for table_ids in self.ids.unbind())
         ids = self.ids.mT if self.of_keys else self.ids
@@ -57,7 +57,7 @@ class LookupPosition(PositionEncoding):
 
 
 def products(
-    states: Tensor, table: Tensor, ids: Tensor, scale: float = 1.0, of_keys: bool = False
+    states: Tensor, table: Tensor, ids: Tensor, scale: float, of_keys: bool = False
 ) -> Lookup:
     """Look up products of a token's state and a pair's row: scale * states_i . table[ids_ij].
 
@@ -71,14 +71,6 @@ def products(
     # Computed per row, then read by pair (iRPE Eqs 27, 28): a table has fewer rows than keys.
     per_row = states @ table.to(states.dtype).transpose(-2, -1)
     return Lookup(at_least_float32(per_row) * scale, ids, of_keys)
-
-
-def scalars(table: Tensor, ids: Tensor, scale: float = 1.0) -> Lookup:
-    """Look up a scalar of every pair, scale * table[ids_ij].
-
-    `table` is (1 or heads, rows), `ids` (tables, T, T).
-    """
-    return Lookup(at_least_float32(table)[None, :, None] * scale, ids)
 
 
 def attended_rows(attention: Tensor, table: Tensor, ids: Tensor) -> Tensor:

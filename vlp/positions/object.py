@@ -71,7 +71,6 @@ class ObjectPosition(TokenEncoding):
         grid: (rows, columns) where the context has no grid.
         temperature: see `sinusoid`.
         layout: see `sinusoid`; of each of the three parts (papers.md#vitarc-v10).
-        mixer: see `TokenEncoding`.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def axial_angles(height: int, width: int, dim: int, theta: float = 100.0) -> Ten
     return split_angles(grid_positions(height, width), dim, theta)
 
 
-def split_angles(positions: Tensor, dim: int, theta: float = 100.0) -> Tensor:
+def split_angles(positions: Tensor, dim: int, theta: float) -> Tensor:
     """Return the angles of RoPE for ViT's "axial frequency" form: (..., tokens, dim/2), radians.
 
     The first half of the pairs turns with x, the second with y, both by position *
@@ -138,7 +138,14 @@ def apply_rotation(
 
 
 class _Rotary(PositionEncoding):
-    """Base of all forms of RoPE; a subclass computes `_cosine_and_sine`."""
+    """Base of all forms of RoPE; a subclass computes `_cosine_and_sine`.
+
+    Args:
+        width: channels of the layer.
+        heads: attention heads; their width must be even, on grids a multiple of four.
+        theta: base of the wavelengths.
+        layout: see `rotate`.
+    """
 
     causal = True
 
@@ -181,12 +188,6 @@ class RotarySequence(_Rotary):
     Positions count from 0 after the prefix, which is not rotated; without a prefix [CLS] has a
     position, too. Any length and grid works, but in raster order the patch above is a whole row
     away. Attached to a trained model it changes the model's function.
-
-    Args:
-        width: channels of the layer.
-        heads: attention heads; their width must be even.
-        theta: base of the wavelengths.
-        layout: see `rotate`.
     """
 
     def __init__(
@@ -205,7 +206,13 @@ class RotarySequence(_Rotary):
 
 
 class _GridRotary(_Rotary):
-    """Base of RoPE on patches of a grid, or on tokens with coordinates."""
+    """Base of RoPE on patches of a grid, or on tokens with coordinates.
+
+    Args:
+        grid: (rows, columns) of the trained grid, for contexts without a grid, for coordinates
+            and for `rescale`.
+        rescale: on another grid, count in patches of the trained grid.
+    """
 
     def __init__(
         self,
@@ -262,13 +269,7 @@ class RotaryAxial(_GridRotary):
     model it changes the model's function.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads; their width must be a multiple of four.
-        grid: (rows, columns) of the trained grid, for contexts without a grid, for coordinates
-            and for `rescale`.
         theta: base of the wavelengths, lower than for text, as images have fewer positions.
-        rescale: on another grid, count in patches of the trained grid.
-        layout: see `rotate`.
     """
 
     def __init__(
@@ -299,12 +300,7 @@ class RotaryMixed(_GridRotary):
     `rope-axial`. Attached to a trained model it changes the model's function.
 
     Args:
-        width: channels of the layer.
-        heads: attention heads; their width must be a multiple of four.
-        grid: see `RotaryAxial`.
         theta: base of the initial wavelengths.
-        rescale: see `RotaryAxial`.
-        layout: see `rotate`.
     """
 
     # Exempt in the authors' code, too.

@@ -11,22 +11,6 @@ from vlp.positions.clipped import ClippedPosition, Offsets
 from vlp.positions.lookup import Lookup, products
 
 
-def sasa_lookups(query: Tensor, table_x: Tensor, table_y: Tensor, ids: Tensor) -> list[Lookup]:
-    """Return the terms of q_i . concat(p_dx, p_dy) / sqrt(channels) (iRPE Eq. 12).
-
-    The column comes first (papers.md#irpe-i16).
-
-    Args:
-        query: (batch, heads, T, channels).
-        table_x, table_y: p_dx and p_dy, (1 or heads, rows of the table, channels / 2).
-        ids: int64 (2, T, T), ids of vertical, then of horizontal offsets.
-    """
-    scale = query.shape[-1] ** -0.5
-    # The halves of the query are multiplied with either table: nothing is concatenated per pair.
-    query_x, query_y = query.chunk(2, -1)
-    return [products(query_x, table_x, ids[1:], scale), products(query_y, table_y, ids[:1], scale)]
-
-
 class SasaPosition(ClippedPosition):
     """Relative positions of stand-alone self-attention, on keys as iRPE compares them (Eq. 12).
 
@@ -64,6 +48,11 @@ class SasaPosition(ClippedPosition):
         self.table_y = self._table(self.head_width // 2)
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return `sasa_lookups` of one layer."""
+        """Return q_i . concat(p_dx, p_dy) / sqrt(head width) (Eq. 12, papers.md#irpe-i16)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        return sasa_lookups(query, self.table_x, self.table_y, ids)
+        # Halves of the query are multiplied with either table: nothing is concatenated per pair.
+        query_x, query_y = query.chunk(2, -1)
+        return [
+            products(query_x, self.table_x, ids[1:], self.scale),
+            products(query_y, self.table_y, ids[:1], self.scale),
+        ]

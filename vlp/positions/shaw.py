@@ -60,7 +60,7 @@ class ShawPosition(ClippedPosition):
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return q_i p^K_ij / sqrt(head width) (Eq. 8)."""
         ids = self._ids(context, query.shape[-2], key.shape[-2], query.device)
-        return [products(query, self.tables["key"], ids, self.head_width**-0.5)]
+        return [products(query, self.tables["key"], ids, self.scale)]
 
     def value(self, attention: Tensor, context: PositionContext) -> Tensor:
         """Return sum_j a_ij p^V_ij (Eq. 7), (B, heads, T, head width)."""

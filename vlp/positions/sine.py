@@ -21,10 +21,7 @@ LAYOUTS = ("halves", "interleaved")
 
 
 def frequencies(
-    channels: int,
-    temperature: float = 10_000.0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | None = None,
+    channels: int, temperature: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return temperature ^ (-2k / channels), k = 0, 1, ...: (channels / 2,), radians per unit."""
     if channels < 2 or channels % 2:
@@ -107,7 +104,7 @@ class SinePosition(TokenEncoding):
             sinusoids; None counts patches.
         mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
         groups: number of groups of coordinates that share the MLP.
-        approximate, mixer: see `Modulator` and `TokenEncoding`.
+        approximate: see `Modulator`.
     """
 
     def __init__(
@@ -189,7 +186,7 @@ class MDSinePosition(TokenEncoding):
         dimensions: 2 for points x, y, 4 for boxes x0, y0, x1, y1.
         freqs: width / 2 numbers, or width / 2 rows of a number per coordinate (x first), in radians
             per unit; None: `frequencies` of the temperature.
-        temperature, layout, approximate, mixer: see `SinePosition`.
+        temperature, layout, approximate: see `SinePosition`.
         extent: the image's width and height in the unit of the sinusoids; None counts patches.
         mlp: hidden channels of an MLP after the sinusoids; None: no MLP.
     """

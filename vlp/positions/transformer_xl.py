@@ -14,25 +14,6 @@ from vlp.positions.lookup import Lookup, products
 from vlp.positions.sine import sinusoid
 
 
-def transformer_xl_lookups(
-    query: Tensor, key: Tensor, relative: Tensor, ids: Tensor, u: Tensor, v: Tensor
-) -> list[Lookup]:
-    """Return the terms of iRPE's Eq. 10: (u . k_j + (q_i + v) . r_ij) / sqrt(channels).
-
-    Args:
-        query, key: (batch, heads, T, channels).
-        relative: r = s W^R, (1 or heads, rows, channels).
-        ids: int64 (tables, T, T), rows of `relative`.
-        u, v: (1 or heads, 1, channels), global query biases for a key's content and position.
-    """
-    scale = query.shape[-1] ** -0.5
-    content = key @ u.to(key.dtype).mT * scale
-    return [
-        Lookup(content, None, of_keys=True),
-        products(query + v.to(query.dtype), relative, ids, scale),
-    ]
-
-
 class TransformerXLPosition(ClippedPosition):
     """Relative positions of Transformer-XL (Dai et al. 2019), on images as iRPE compares them.
 
@@ -93,7 +74,7 @@ class TransformerXLPosition(ClippedPosition):
         self.prefix = nn.Parameter(torch.zeros(heads, 1, head_width)) if prefix_bucket else None
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
-        """Return `transformer_xl_lookups` of one layer."""
+        """Return the terms of Eq. 10: (u . k_j + (q_i + v) . r_ij) / sqrt(head width)."""
         grid = require_grid_tokens(
             self.name, context, self.grid, query.shape[-2], key.shape[-2], self.prefix_bucket
         )
@@ -103,7 +84,11 @@ class TransformerXLPosition(ClippedPosition):
         relative = self._relative(reach)
         if self.offsets == "axes":
             ids = torch.stack([ids[0], ids[1] + relative.shape[1] // 2])
-        return transformer_xl_lookups(query, key, relative, ids, self.u, self.v)
+        content = key @ self.u.to(key.dtype).mT * self.scale
+        return [
+            Lookup(content, None, of_keys=True),
+            products(query + self.v.to(query.dtype), relative, ids, self.scale),
+        ]
 
     def _relative(self, reach: int) -> Tensor:
         """Return s W^R of every offset on a grid, (1 or heads, rows, head width).

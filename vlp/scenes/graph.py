@@ -148,19 +148,16 @@ class Meaning(NamedTuple):
     is_exhaustive: bool = False
 
 
-def referents(noun: ObjectPhrase, scene: Scene) -> list[int]:
-    """Return the objects of the scene that fit the phrase in the strict reading."""
-    return [number for number, obj in enumerate(scene.objects) if noun.fits(obj)]
+def referents(noun: ObjectPhrase, scene: Scene, lenient: bool = False) -> list[int]:
+    """Return the objects of the scene that fit the phrase."""
+    return [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
 
 
 def subjects(meaning: Meaning, scene: Scene, lenient: bool = False) -> list[int]:
     """Return the objects that can be the claim's first noun; empty if the claim is false."""
     if meaning.is_exhaustive and len(scene.objects) != len(meaning.nouns):
         return []
-    candidates = [
-        [number for number, obj in enumerate(scene.objects) if noun.fits(obj, lenient)]
-        for noun in meaning.nouns
-    ]
+    candidates = [referents(noun, scene, lenient) for noun in meaning.nouns]
     return sorted(
         {
             assignment[0]

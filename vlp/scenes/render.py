@@ -42,21 +42,15 @@ def cover_box(place: str, image_size: int) -> Box:
     return column * third, row * third, third, third
 
 
-def outline(shape: str, box: Box) -> list[Point]:
-    """Return the corners of a polygon that touches all four sides of its box."""
-    if shape not in _UNIT_OUTLINES:
-        raise ValueError(f"{shape!r} is not a polygon; there are {sorted(_UNIT_OUTLINES)}")
-    x, y, width, height = box
-    return [(x + width * u, y + height * v) for u, v in _UNIT_OUTLINES[shape]]
-
-
 def _draw(canvas: ImageDraw.ImageDraw, shape: str, box: Box, colour: tuple[int, int, int]) -> None:
     x, y, width, height = (value * SUPERSAMPLING for value in box)
     if shape == "circle":
         canvas.ellipse((x, y, x + width - 1, y + height - 1), fill=colour)
     else:
         # Pillow draws the last pixel too, so the box is one supersampled pixel narrower.
-        canvas.polygon(outline(shape, (x, y, width - 1, height - 1)), fill=colour)
+        width, height = width - 1, height - 1
+        corners = [(x + width * u, y + height * v) for u, v in _UNIT_OUTLINES[shape]]
+        canvas.polygon(corners, fill=colour)
 
 
 def _draw_curtain(canvas: ImageDraw.ImageDraw, box: Box) -> None:

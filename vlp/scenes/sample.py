@@ -79,7 +79,7 @@ def content(scene: Scene) -> tuple[str, ...]:
         return (objects[0].colour, objects[0].shape, objects[0].place)
     names = [f"{obj.colour} {obj.shape}" for obj in objects]
     order = sorted(range(len(objects)), key=names.__getitem__)
-    relations = [f"{main_relation(scene, a, b)}" for a, b in combinations(order, 2)]
+    relations = [main_relation(scene, a, b) for a, b in combinations(order, 2)]
     return (*(names[number] for number in order), *relations)
 
 

@@ -37,8 +37,6 @@ SUFFIXES: dict[Form, str] = {"onnx": ".onnx", "torch": ".pt2"}
 _ONNX_PACKAGES = ("onnx", "onnxscript")
 # Weights of more bytes go into FILE.data, as an ONNX file may not exceed 2 GiB.
 _MAX_BYTES = 3 * 2**29
-# Batch size of the traced example; `torch.export` would specialise on 1.
-_EXAMPLE_ROWS = 3
 
 
 class ExportPart(NamedTuple):
@@ -103,8 +101,9 @@ def export_parts(loaded: Loaded) -> list[ExportPart]:
     model, size = loaded.model.eval(), loaded.model.config.image.image_size
     # Groups of similar length depend on the data, and change no output.
     model.text_encoder.length_groups = 1
-    pixels = torch.rand(_EXAMPLE_ROWS, 3, size, size) * 2 - 1
-    ids, attention, word_mask = loaded.text(["a", "a b c d e", ""][:_EXAMPLE_ROWS])
+    # Several rows, as `torch.export` would specialise on a batch of 1.
+    pixels = torch.rand(3, 3, size, size) * 2 - 1
+    ids, attention, word_mask = loaded.text(["a", "a b c d e", ""])
     image, text = ExportImage(model), ExportText(model)
     _, image_states, image_tokens = image(pixels)
     _, text_states, text_tokens = text(ids, attention)

@@ -84,8 +84,49 @@ class _VlpPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: torch.nn.Module) -> None:
         """Leave the weights as `VLPModel` initialises them or as they were read."""
 
+    @classmethod
+    def _read(
+        cls, folder: Path, config: VlpConfig | None, options: dict[str, Any], weights: bool
+    ) -> Self:
+        """Read a folder; `weights` False leaves the initialisation, as others are loaded next."""
+        raise NotImplementedError
+
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        config: VlpConfig | None = None,
+        dtype: torch.dtype | str | None = None,
+        device_map: Any = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        output_loading_info: bool = False,
+        **options: Any,
+    ) -> Self | tuple[Self, dict[str, Any]]:
+        """Read a model folder, written by training or `save_pretrained`, local or from the hub.
+
+        A question-answering model takes folders of `vlp finetune vqa`, and no configuration.
+
+        Args:
+            config: configuration in place of the folder's.
+            dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
+            device_map: device of the whole model, such as "cuda"; "auto": a GPU if available.
+            state_dict: weights in place of the folder's; weights that it lacks keep their
+                initialisation, with a warning.
+            output_loading_info: also return the names of missing and unexpected weights.
+            options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
+                `force_download`), or keys of the configuration, merged into their sections.
+        """
+        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
+        dtype = weights_dtype(dtype, options)
+        instance = cls._read(folder, config, options, weights=state_dict is None).eval()
+        instance.name_or_path = instance.config.name_or_path = str(pretrained_model_name_or_path)
+        report = load_state(instance, state_dict)
+        to_device(instance, single_device(device_map), dtype)
+        return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -272,31 +313,9 @@ class VlpModel(_VlpPreTrainedModel):
         return outputs
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *model_args: Any,
-        config: VlpConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        device_map: Any = None,
-        state_dict: Mapping[str, Tensor] | None = None,
-        output_loading_info: bool = False,
-        **options: Any,
-    ) -> Self | tuple[Self, dict[str, Any]]:
-        """Read a model folder, written by training or `save_pretrained`, local or from the hub.
-
-        Args:
-            config: configuration in place of the folder's.
-            dtype: such as "bfloat16" (`torch_dtype` is its old name); None and "auto": float32.
-            device_map: device of the whole model, such as "cuda"; "auto": a GPU if available.
-            state_dict: weights in place of the folder's; weights that it lacks keep their
-                initialisation, with a warning.
-            output_loading_info: also return the names of missing and unexpected weights.
-            options: of the hub (`revision`, `token`, `cache_dir`, `local_files_only`,
-                `force_download`), or keys of the configuration, merged into their sections.
-        """
-        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = weights_dtype(dtype, options)
+    def _read(
+        cls, folder: Path, config: VlpConfig | None, options: dict[str, Any], weights: bool
+    ) -> Self:
         changes = require_options(options, ModelConfig.model_fields)
         has_changes = config is not None or len(changes) > 0
         if config is None:
@@ -304,16 +323,11 @@ class VlpModel(_VlpPreTrainedModel):
         elif changes:
             config = VlpConfig.from_dict(config.to_dict(), **changes)
         model = None
-        # `state_dict` replaces the folder's weights.
-        if state_dict is None:
+        if weights:
             if has_changes and (folder / CONFIG).is_file():
                 check_folder(config.model_config, read_config(folder / CONFIG), str(folder))
             model = read_model(folder, config.model_config)
-        config.name_or_path = str(pretrained_model_name_or_path)
-        instance = cls(config, model).eval()
-        report = load_state(instance, state_dict)
-        to_device(instance.model, single_device(device_map), dtype)
-        return (instance, report) if output_loading_info else instance
+        return cls(config, model)
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         weights = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
@@ -449,34 +463,17 @@ class VlpForQuestionAnswering(_VlpPreTrainedModel):
         ]
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike[str],
-        *model_args: Any,
-        config: VlpConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        device_map: Any = None,
-        state_dict: Mapping[str, Tensor] | None = None,
-        output_loading_info: bool = False,
-        **options: Any,
-    ) -> Self | tuple[Self, dict[str, Any]]:
-        """Read a folder of `vlp finetune vqa`, as `VlpModel.from_pretrained` does.
-
-        `config` is ignored, and `options` are of the hub only.
-        """
-        folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = weights_dtype(dtype, options)
+    def _read(
+        cls, folder: Path, config: VlpConfig | None, options: dict[str, Any], weights: bool
+    ) -> Self:
+        """Read a folder of `vlp finetune vqa`; `config` and `weights` are ignored."""
         require_options(options)
         task = load_task(folder)
         if not isinstance(task, Vqa):
             raise ValueError(f"{folder} was fine-tuned for {task.kind}, not for vqa")
         answers = dict(enumerate(task.answers))
-        model_config = VlpConfig(**task.model.config.model_dump(mode="json"), id2label=answers)
-        model_config.name_or_path = str(pretrained_model_name_or_path)
-        instance = cls(model_config, task).eval()
-        report = load_state(instance, state_dict)
-        to_device(task, single_device(device_map), dtype)
-        return (instance, report) if output_loading_info else instance
+        sizes = task.model.config.model_dump(mode="json")
+        return cls(VlpConfig(**sizes, id2label=answers), task)
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         weights = {name.removeprefix("task."): tensor for name, tensor in state.items()}

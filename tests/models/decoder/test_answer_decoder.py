@@ -219,8 +219,9 @@ class TestRanking:
 
     @pytest.mark.parametrize("candidates", [40, 400, None])
     @pytest.mark.parametrize("logits", [2**26, 500, 1])
-    def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits):
-        found = self.rank(parts, answers, candidates=candidates, max_logits=logits)
+    def test_all_candidates_are_brute_force(self, parts, answers, candidates, logits, monkeypatch):
+        monkeypatch.setattr("vlp.models.decoder.MAX_LOGITS", logits)
+        found = self.rank(parts, answers, candidates=candidates)
         odds, best = self.brute_force(parts, answers).max(1)
         assert torch.equal(found.best, best)
         torch.testing.assert_close(found.log_probability, odds, rtol=1e-12, atol=1e-12)
@@ -243,12 +244,11 @@ class TestRanking:
         found = self.rank(parts, padded([[7], [7], [7]]), candidates=None)
         assert found.best.tolist() == [0, 0, 0]
 
-    def test_memory_is_bounded(self, parts, answers):
-        made, words, states, mask = parts
+    def test_memory_is_bounded(self, parts, answers, monkeypatch):
+        monkeypatch.setattr("vlp.models.decoder.MAX_LOGITS", 20 * WORDS)
         most = []
-        made.head.register_forward_hook(lambda _, given, out: most.append(out.numel()))
-        ranking = AnswerRanking(made, answers, words, PAD, None, max_logits=20 * WORDS)
-        ranking(made.remember(states, mask))
+        parts[0].head.register_forward_hook(lambda _, given, out: most.append(out.numel()))
+        self.rank(parts, answers, candidates=None)
         assert max(most) <= 20 * WORDS
 
     @pytest.mark.parametrize(("answers", "candidates"), [(0, 3), (2, 0)])

@@ -353,10 +353,10 @@ def copy_weights(
     return LoadReport(source, matched, list(resized), sorted(initial_parts), unused, all_notes)
 
 
-def join_names(names: Sequence[str], limit: int = 8) -> str:
-    """Join the first `limit` names for a message, and add the number of the others."""
-    others = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {others} more" if others > 0 else "")
+def join_names(names: Sequence[str]) -> str:
+    """Join the first eight names for a message, and add the number of the others."""
+    others = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + others
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -390,10 +390,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
 
 
 def load_text_tower(
-    model: VLPModel,
-    state: Mapping[str, Tensor],
-    source: str,
-    settings: Mapping[str, Any] | None = None,
+    model: VLPModel, state: Mapping[str, Tensor], source: str, settings: Mapping[str, Any] | None
 ) -> LoadReport:
     """Initialise a text tower from weights of the same architecture; heads are not used.
 
@@ -583,10 +580,7 @@ def load_bert(
 
 
 def load_cross(
-    model: VLPModel,
-    state: Mapping[str, Tensor],
-    source: str,
-    settings: Mapping[str, Any] | None = None,
+    model: VLPModel, state: Mapping[str, Tensor], source: str, settings: Mapping[str, Any] | None
 ) -> LoadReport:
     """Copy the last layers of a BERT to the cross-modal encoder."""
     count = model.config.cross.layers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +32,9 @@ _TOWER_LAYERS = "image_encoder.vit.blocks.*.attn.positions"
 ModuleLists = Mapping[str, tuple[str, ...]]
 
 
-class TrainedEncoding(NamedTuple):
-    """An encoding of this model that was trained on another grid."""
-
-    path: str  # of the module in this model
-    label: str  # name and stream, for messages
-    trained_module: nn.Module
-    grid: Grid
-    trained_grid: Grid
+# An encoding that was trained on another grid: path of the module in this model, name and stream
+# for messages, trained module, this model's grid and the trained grid.
+TrainedEncoding = tuple[str, str, nn.Module, Grid, Grid]
 
 
 def carry_encodings(
@@ -136,7 +130,7 @@ def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[T
     for name, paths, trained_path in _common_encodings(model.config, trained_config, layers):
         module = tower.get_submodule(trained_path)
         for path in paths:
-            yield TrainedEncoding(path, f"{name} of the image tower", module, *grids)
+            yield path, f"{name} of the image tower", module, *grids
 
 
 def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[TrainedEncoding]:
@@ -161,7 +155,7 @@ def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[
         for path, stream in product(paths, grids):
             label = f"{name} of the {stream} stream"
             module = encoding.get_submodule(stream)
-            yield TrainedEncoding(f"{path}.{stream}", label, module, *grids[stream])
+            yield f"{path}.{stream}", label, module, *grids[stream]
 
 
 def _common_encodings(

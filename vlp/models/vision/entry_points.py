@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -134,44 +135,13 @@ def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[
         if name in model_state or name.rpartition(".")[2] not in absolute
     }
     state = convert(state, model)
-    tables = {name: weight for name, weight in model_state.items() if _is_position(name)}
-    loaded = {name for name in state if _is_position(name)}
+    tables = {name: weight for name, weight in model_state.items() if "positions." in name}
+    loaded = {name for name in state if "positions." in name}
     # Public weights have no encodings at all.
     if loaded and loaded != tables.keys():
         different = ", ".join(sorted(loaded ^ tables.keys())[:3])
         raise ValueError(f"encodings of checkpoint and model differ, for example in {different}")
     return {**tables, **state}
-
-
-def _is_position(name: str) -> bool:
-    return "positions." in name
-
-
-def _create(
-    name: str,
-    pretrained: bool = False,
-    absolute: str | None = None,
-    position_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> nn.Module:
-    model = _MODELS[name]
-    convert: Convert
-    features: dict[str, Any]
-    if model.of is VisionTransformer:
-        convert = vision_transformer.checkpoint_filter_fn
-        features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
-    else:
-        convert = swin_transformer.checkpoint_filter_fn
-        stages = tuple(range(len(options.get("depths", model.options["depths"]))))
-        features = {"out_indices": options.pop("out_indices", stages), "flatten_sequential": True}
-    return build_model_with_cfg(
-        partial(_build, model, absolute or model.absolute, position_options or {}),
-        name,
-        pretrained,
-        pretrained_filter_fn=partial(_weights, convert),
-        feature_cfg=features,
-        **{**model.options, **options},
-    )
 
 
 def _configurations() -> Mapping[str, Any]:
@@ -198,10 +168,33 @@ def _configurations() -> Mapping[str, Any]:
 
 
 def _entry_point(name: str) -> Callable[..., nn.Module]:
-    def create(pretrained: bool = False, **options: Any) -> nn.Module:
-        return _create(name, pretrained, **options)
-
     model = _MODELS[name]
+
+    def create(
+        pretrained: bool = False,
+        absolute: str = model.absolute,
+        position_options: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
+    ) -> nn.Module:
+        convert: Convert
+        features: dict[str, Any]
+        if model.of is VisionTransformer:
+            convert = vision_transformer.checkpoint_filter_fn
+            features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
+        else:
+            convert = swin_transformer.checkpoint_filter_fn
+            stages = tuple(range(len(options.get("depths", model.options["depths"]))))
+            out_indices = options.pop("out_indices", stages)
+            features = {"out_indices": out_indices, "flatten_sequential": True}
+        return build_model_with_cfg(
+            partial(_build, model, absolute, position_options),
+            name,
+            pretrained,
+            pretrained_filter_fn=partial(_weights, convert),
+            feature_cfg=features,
+            **{**model.options, **options},
+        )
+
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"{model.of.__name__} with {model.position or 'no encoding attached'}."
     return create

@@ -165,7 +165,7 @@ class Contrastive(Objective):
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
         super().__init__(settings, objectives, model)
-        self.trains = TOKEN_PROJECTIONS if settings.is_paper_form else frozenset()
+        self.trains = TOKEN_PROJECTIONS if settings.kind == "paper" else frozenset()
 
     @classmethod
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
@@ -186,7 +186,7 @@ class Contrastive(Objective):
         queue_length = len(keys.valid) - len(batch_ids)
         is_related = functional.pad(related_in_batch, (0, queue_length))
         candidate_valid = keys.valid & (positive | ~is_related)
-        if settings.is_paper_form:
+        if settings.kind == "paper":
             loss = paper_anchor_loss(
                 image,
                 text,
@@ -230,7 +230,7 @@ class Contrastive(Objective):
 def pair_temperature(model: VLPModel, objectives: ObjectivesConfig) -> Tensor | float:
     """Return the temperature of pair similarities, without gradient."""
     contrastive = objectives.contrastive
-    if contrastive and contrastive.is_paper_form:
+    if contrastive and contrastive.kind == "paper":
         return 1 / contrastive.scale  # lambda of Eq. 1, which is not learned
     return model.temperature().detach()
 
@@ -296,7 +296,7 @@ class TokenTerms(Objective):
     def settings_of(cls, name: str, objectives: ObjectivesConfig) -> ContrastiveConfig | None:
         """Return the contrastive settings if their form has token terms."""
         contrastive = objectives.contrastive
-        return contrastive if contrastive and contrastive.has_token_term else None
+        return contrastive if contrastive and contrastive.kind == "anchor" else None
 
     def modules(self) -> Mapping[str, nn.Module]:
         """Return the learned scale of token logits."""
