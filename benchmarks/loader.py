@@ -144,7 +144,7 @@ ImageTransform = Callable[[bytes], Tensor]
 
 def _our_image(size: int) -> ImageTransform:
     transform, rng = TrainTransform(PLAIN, Preprocessing(size)), np.random.default_rng(0)
-    return lambda data: transform.augment(EncodedImage(data, "a sample"), rng, "")
+    return lambda data: transform.prepare(EncodedImage(data, "a sample"), rng, "")()
 
 
 def _pillow_image(size: int) -> ImageTransform:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 from vlp import __version__
 from vlp.config import ConfigError
 from vlp.io import atomic_write
+from vlp.signals import end_with_parent
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -45,7 +45,7 @@ def raise_if_stopped() -> None:
 class Executor:
     """Local processes, forked, or with `spawn` started as new interpreters (for torch)."""
 
-    def __init__(self, processes: int = os.cpu_count() or 1, spawn: bool = False) -> None:
+    def __init__(self, processes: int, spawn: bool = False) -> None:
         if processes < 1:
             raise ConfigError(f"--processes {processes}: give at least 1")
         self._processes, self._spawn = processes, spawn
@@ -225,11 +225,4 @@ def _init_worker(parent: int, stop: Any) -> None:
     _stopping = stop
     # The terminal sends Ctrl-C to all processes; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def exit_with_parent() -> None:
-        # A killed parent cannot stop its workers: they poll for it.
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    end_with_parent(signal.SIGKILL, parent)

@@ -176,18 +176,8 @@ class ViewBlocks(Dataset[Views]):
 
 
 _PREFETCH = 2  # blocks per process
-# Normalised (B, 3, side, side) to (B, tokens, width).
-Tower = Callable[[Tensor], Tensor]
-
-
+Tower = Callable[[Tensor], Tensor]  # normalised (B, views, 3, S, S) to (B, views, tokens, width)
 ShardId = tuple[int, int]  # (source, shard)
-
-
-class WriteCounts(NamedTuple):
-    """Number of samples with new features, and of bad samples among them."""
-
-    samples: int
-    bad: int
 
 
 class FeatureWriter:
@@ -205,22 +195,21 @@ class FeatureWriter:
         self.folder, self.header, self.tower, self.device = folder, header, tower, device
         self.sources, self.transform = sources, transform
 
-    def write(self, batch: int, workers: int) -> WriteCounts:
-        """Write the missing shards with all ranks, and return the counts over all ranks.
+    def write(self, batch: int, workers: int) -> tuple[int, int]:
+        """Write the missing shards with all ranks; return their samples, and the bad among them.
 
         batch: maximum views in memory.
         """
         with ExitStack() as stack:
             # Rank 0 holds the lock while all ranks write.
-            state: tuple[str | None, list[ShardId]] = distributed.broadcast_object(
+            problem, missing = distributed.broadcast_object(
                 self._open_folder(stack) if distributed.rank() == 0 else None
             )
-            problem, missing = state
             if problem:
                 raise ConfigError(problem)
             return self._write(missing, batch, workers)
 
-    def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> WriteCounts:
+    def _write(self, missing: Sequence[ShardId], batch: int, workers: int) -> tuple[int, int]:
         shards = missing[distributed.rank() :: distributed.world_size()]
         block_size = max(1, batch // self.header.views)
         blocks_by_shard = [self._blocks(*shard, block_size) for shard in shards]
@@ -236,8 +225,8 @@ class FeatureWriter:
         with open_loader(loader) as views, tqdm(total=total, unit="image", disable=quiet) as bar:
             for shard, shard_blocks in zip(shards, blocks_by_shard):
                 bad += self._write_shard(*shard, islice(views, len(shard_blocks)), bar)
-        counts = distributed.all_gather_object(WriteCounts(total, bad))
-        return WriteCounts(*map(sum, zip(*counts)))
+        totals, bad_counts = zip(*distributed.all_gather_object((total, bad)))
+        return sum(totals), sum(bad_counts)
 
     def _open_folder(self, stack: ExitStack) -> tuple[str | None, list[ShardId]]:
         """Lock the folder; return an error message or None, and the missing shards."""

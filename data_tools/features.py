@@ -50,13 +50,12 @@ def features(
     with distributed.process_group():
         warn_if_emulated("--precision", precision)
         writer = feature_writer(settings, out, views, dtype, precision)
-        counts = writer.write(batch, settings.data.workers)
+        samples, bad = writer.write(batch, settings.data.workers)
         if distributed.rank() == 0:
             header = writer.header
-            size = 2 * counts.samples * header.views * header.tokens * header.width
+            size = 2 * samples * header.views * header.tokens * header.width
             print(
-                f"{out}: {counts.samples} images x {header.views} views of {header.tokens} x "
-                f"{header.width} written, {size / 2**30:.2f} GiB; {counts.bad} images cannot be "
-                "read"
+                f"{out}: {samples} images x {header.views} views of {header.tokens} x "
+                f"{header.width} written, {size / 2**30:.2f} GiB; {bad} images cannot be read"
             )
     return 0

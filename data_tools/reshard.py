@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 from typer import Option
 
-from data_tools.builder.write_shard import require_same_settings, shard_name
+from data_tools.builder.write_shard import require_same_settings
 from data_tools.executor import Executor, raise_if_stopped
 from data_tools.options import Folders, N, Out, WorkerOptions, require_positive
 from data_tools.shards import (
@@ -29,6 +29,7 @@ from data_tools.shards import (
 from vlp.config import ConfigError
 from vlp.data.shards.index import BLOCK, ROW, index_folder, require_single_split, sample_rows
 from vlp.data.shards.sample_files import ShardFile
+from vlp.data.shards.shard_writer import shard_name
 from vlp.data.shards.tar import append_member, close_tar, open_tar
 from vlp.io import atomic_write, parse_json, write_json
 from vlp.lock import FolderLock

@@ -178,23 +178,17 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
     count, seed, image_size = getattr(options, part), options.seed, options.image_size
     variety = options.variety
     kinds = cast("Sequence[SwapKind] | None", options.kinds)  # checked by SceneOptions
-    jobs: list[int | Scene] = list(range(count))
-    scenes: list[Scene] = []
     keys = [_key(part, seed, index) for index in range(count)]
-    if part == "val":
-        # In this process, as each scene is compared with all earlier ones.
-        scenes = list(distinct_scenes(seed, count, "val", image_size, variety))
-        jobs = list(scenes)
+    # In this process, as each scene of val is compared with all earlier ones.
+    scenes = [*distinct_scenes(seed, count, "val", image_size, variety)] if part == "val" else []
+    jobs: Sequence[int | Scene] = scenes or range(count)
     with ShardWriter(out / part, options.samples_per_shard) as writer:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=kinds)
-        bar = tqdm(total=count, initial=count - len(missing), desc=part, unit=" samples")
-        with bar:
-            for sample in _make_samples(make, missing, executor):
-                writer.write(
-                    sample.key, sample.image, "png", sample.annotation, sample.second_image
-                )
-                bar.update()
+        samples = _make_samples(make, missing, executor)
+        done = count - len(missing)
+        for sample in tqdm(samples, total=count, initial=done, desc=part, unit=" samples"):
+            writer.write(sample.key, sample.image, "png", sample.annotation, sample.second_image)
     if scenes:
         boxes = [(obj.box, scene.image_size**2) for scene in scenes for obj in scene.objects]
         # The chance that a random patch lies in the box.

@@ -31,7 +31,6 @@ from data_tools.shards import (
 )
 from vlp.config import ConfigError
 from vlp.data.image.decode import decode_image, open_image
-from vlp.data.schema import captions_of
 from vlp.data.shards.index import (
     INDEX_NAME,
     Survey,
@@ -159,7 +158,7 @@ def check(
     yield Finding(damage)
 
 
-def check_shard(shard: Shard, quick: bool = False, with_sha256: bool = False) -> Finding:
+def check_shard(shard: Shard, quick: bool, with_sha256: bool) -> Finding:
     """Check a shard's samples; `with_sha256` hashes the tar for the manifest's check."""
     with ShardReader(shard.path) as reader:
         if reader.missing:
@@ -174,13 +173,16 @@ def check_shard(shard: Shard, quick: bool = False, with_sha256: bool = False) ->
         for sample in reader.samples:
             images += sum(name.removeprefix("1.") in IMAGES for name in sample.files)
             damage += [Damage(bad.kind, bad.where) for bad in check_sample(reader, sample)]
-            captions.append(0 if quick else _count_captions(reader, sample))
+            captions.append(0 if quick else reader.count_captions(sample))
         locations, rows = _digests(sample_rows(reader.samples, captions))
-        contents = ShardContents(len(reader.samples), shard.path.stat().st_size, locations)
-        if not quick:
-            contents = contents._replace(captions=sum(captions), rows=rows)
-        if with_sha256:
-            contents = contents._replace(sha256=sha256_of(shard.path))
+        contents = ShardContents(
+            len(reader.samples),
+            reader.bytes,
+            locations,
+            captions=None if quick else sum(captions),
+            rows=None if quick else rows,
+            sha256=sha256_of(shard.path) if with_sha256 else None,
+        )
         return Finding(damage, contents, images, hash_names(reader.keys))
 
 
@@ -206,14 +208,6 @@ def _check_content(shard: ShardReader, sample: SampleFiles) -> Iterator[BadSampl
                 _check_png_checksums(data, raw.where)
             except BadSample as bad:
                 yield bad
-
-
-def _count_captions(shard: ShardReader, sample: SampleFiles) -> int:
-    """Count the captions of a sample as its index does: 0 for a bad sample."""
-    try:
-        return len(captions_of(shard.annotation(sample)))
-    except BadSample:
-        return 0
 
 
 def _check_png_checksums(data: bytes, where: str) -> None:

@@ -77,7 +77,6 @@ class FolderLock:
         self.release()
 
     def _acquire(self) -> IO[bytes]:
-        """Open and lock this machine's lock file."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             file = open(self._path, "a+b", opener=open_nofollow)  # noqa: SIM115

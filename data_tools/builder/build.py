@@ -36,7 +36,7 @@ from vlp.config import ConfigError
 from vlp.data.limits import limits
 from vlp.data.shards.index import TABLE_GLOB
 from vlp.data.shards.shard_reader import INDEX_NAME, ShardIndex, index_folder
-from vlp.io import atomic_write, parse_json, sync_path, write_text
+from vlp.io import parse_json, sync_path, write_json, write_text
 from vlp.lock import FolderLock
 
 _REPLACED_GLOB = ".replaced-*"
@@ -50,8 +50,8 @@ def build_in_steps(
     options: BuildOptions,
     *,
     title: str,
-    total: int | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    total: int | None,
+    arguments: Mapping[str, Any],
 ) -> Generator[dict[str, Any], None, None]:
     """Write shards, their index and `OUT/manifest.json`; shards up to date are not written again.
 
@@ -63,9 +63,9 @@ def build_in_steps(
         "samples_per_shard": options.samples_per_shard,
         "max_side": options.max_side,
         "quality": options.quality,
+        **arguments,
     }
-    manifest_arguments = {**settings, **(arguments or {})}
-    build_settings = json.loads(json.dumps({"data_set": title, **manifest_arguments}))
+    build_settings = json.loads(json.dumps({"data_set": title, **settings}))
     take_down = TakeDown.read(options.take_down, out)
     total = total or length_hint(specs) or None
     try:
@@ -84,9 +84,8 @@ def build_in_steps(
             yield {}
             # Shards of an earlier run do not count in the bar's speed.
             initial = plan.num_unchanged
-            with tqdm(
-                total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial
-            ) as bar:
+            bar = tqdm(total=total, desc=str(out), unit=" samples", smoothing=0.05, initial=initial)
+            with bar:
                 # Shards are independent, so they are published in the order they finish.
                 results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
                 for record, process in results:
@@ -94,11 +93,9 @@ def build_in_steps(
                     bar.update(record.wanted)
                 bar.update(plan.num_unchanged - initial)
             journal.finish(plan.num_shards)
-            manifest = make_manifest(plan, title, manifest_arguments)
+            manifest = make_manifest(plan, title, settings)
             _update_index(out, manifest)
-            with atomic_write(out / MANIFEST_NAME, "w", durable=True) as file:
-                json.dump(manifest, file, indent=1, ensure_ascii=False)
-                file.write("\n")
+            write_json(out / MANIFEST_NAME, manifest, indent=1, durable=True, ensure_ascii=False)
             # Delete the replaced shards only after a complete build that is not empty.
             if options.replace and manifest["samples"]:
                 for folder in out.glob(_REPLACED_GLOB):
@@ -247,15 +244,16 @@ def convert_rows(
     images: Sequence[Path],
     samples: Iterable[SampleSpec],
     faults: Faults,
-    total: int | None = None,
+    total: int,
+    originals: Callable[[Sequence[Path]], Originals] = Originals,
 ) -> int:
     """Build one folder of shards as `make_corpus` does; `faults` fills while `samples` is read."""
     part = benchmark_part("", samples, faults, total, target.title)
-    return make_corpus(target, images, [part])
+    return make_corpus(target, images, [part], originals)
 
 
 def benchmark_part(
-    name: str, samples: Iterable[SampleSpec], faults: Faults, total: int | None, title: str
+    name: str, samples: Iterable[SampleSpec], faults: Faults, total: int, title: str
 ) -> CorpusPart:
     """Return a part; its manifest counts questions and expressions of missing images, too."""
     specs = iter(samples)

@@ -29,6 +29,7 @@ from vlp.data.image.decode import TURNS, decode_image, decoder_errors, open_imag
 from vlp.data.limits import MAX_ANNOTATION_BYTES
 from vlp.data.schema import Annotation, captions_of
 from vlp.data.shards.sample_files import BadSample, contents
+from vlp.data.shards.shard_writer import shard_name
 from vlp.data.shards.tar import Member, append_member, close_tar, escape_name
 from vlp.io import atomic_write, open_nofollow, parse_json, sha256_of, sync
 
@@ -163,11 +164,6 @@ class Record(BaseModel):
         return shard_name(self.number)
 
 
-def shard_name(number: int) -> str:
-    """Return the file name of a shard, as `ShardWriter` names them."""
-    return f"shard-{number:06d}.tar"
-
-
 class ShardItem(NamedTuple):
     """A sample to write, and the locations of its images (None: missing)."""
 
@@ -264,8 +260,8 @@ class _EarlierShard:
         self._path = path
         with ShardReader(path) as shard:
             for sample in shard.samples:
-                captions = captions_of(shard.annotation(sample))
-                self._samples[sample.key] = (list(sample.files.values()), len(captions))
+                files = list(sample.files.values())
+                self._samples[sample.key] = files, shard.count_captions(sample)
 
     def copy(self, key: str, file: IO[bytes], failures: dict[str, list[str]]) -> int | None:
         """Append a sample's files and return its number of captions; None for a sample to build.

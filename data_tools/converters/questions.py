@@ -308,10 +308,6 @@ def _is_easy_question(row: Any) -> bool:
 def _build_shards(
     target: Target, image_paths: Sequence[Path], images: Sequence[ImageQuestions], faults: Faults
 ) -> int:
-    """Build shards with a sample per image and return the exit code.
-
-    image_paths: folders or archives that hold the image files.
-    """
     samples = (
         SampleSpec(
             key_of(f"{image.prefix}{Path(image.name).stem}"),

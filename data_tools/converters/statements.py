@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 from PIL import Image
 from typer import Option
 
-from data_tools.builder.build import (
-    Target,
-    benchmark_part,
-    convert_rows,
-    key_of,
-    make_corpus,
-)
+from data_tools.builder.build import Target, convert_rows, key_of
 from data_tools.builder.samples import Fault, SampleSpec
 from data_tools.options import BuildOptions, File, Images, N, Out
 from data_tools.originals import ImageLocation, Originals
@@ -107,15 +101,14 @@ def nlvr_v1(
         for example in _nlvr_rows(annotations, faults)
         for permutation in range(permutations)
     )
-    total = line_count(annotations) * permutations
-    part = benchmark_part("", samples, faults, total, title)
     settings = {
         "annotations": [path.name for path in annotations],
         "split": split,
         "permutations": permutations,
     }
     target = Target(out, build, title, "CC BY 4.0", settings)
-    return make_corpus(target, images, [part], _PermutedOriginals)
+    total = line_count(annotations) * permutations
+    return convert_rows(target, images, samples, faults, total, _PermutedOriginals)
 
 
 def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -> int:
@@ -128,9 +121,8 @@ def snli_ve(annotations: Lines, images: Images, out: Out, build: BuildOptions) -
     """
     faults: Faults = []
     licence = "SNLI: CC BY-SA 4.0; images: Flickr's, for research and education only"
-    target = Target(
-        out, build, "SNLI-VE", licence, {"annotations": [path.name for path in annotations]}
-    )
+    settings = {"annotations": [path.name for path in annotations]}
+    target = Target(out, build, "SNLI-VE", licence, settings)
     samples = _snli_ve_samples(annotations, faults)
     return convert_rows(target, images, samples, faults, line_count(annotations))
 
@@ -195,7 +187,6 @@ def _nlvr_rows(paths: Sequence[Path], faults: Faults) -> Iterator[_NlvrRow]:
 
 
 def _nlvr_fields(example: _NlvrRow) -> Mapping[str, Any]:
-    """Return the annotation fields of both versions of NLVR."""
     return {
         "statement": example.sentence,
         "label": None if example.label is None else TRUTH[example.label.lower()],

@@ -8,6 +8,7 @@ import shlex
 import string
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -213,18 +214,16 @@ class Downloads(Originals):
         super().__init__(())
         self._tars = [tar for folder in folders for tar in _list_tars(folder)]
         tables = []
-        bar = tqdm(total=len(self._tars), desc="index of downloads", unit=" tars")
-        with bar:
-            for number, result in enumerate(executor.map(list_images, self._tars)):
-                entries, num_without_url, problem = result
-                entries["tar"] = number
-                tables.append(entries)
-                tar = self._tars[number]
-                if num_without_url:
-                    self.problems.append(f"{tar}: {num_without_url} images without a url")
-                if problem:
-                    self.problems.append(f"{tar}: {problem}")
-                bar.update()
+        results = executor.map(list_images, self._tars)
+        bar = tqdm(results, total=len(self._tars), desc="index of downloads", unit=" tars")
+        for number, (entries, num_without_url, problem) in enumerate(bar):
+            entries["tar"] = number
+            tables.append(entries)
+            tar = self._tars[number]
+            if num_without_url:
+                self.problems.append(f"{tar}: {num_without_url} images without a url")
+            if problem:
+                self.problems.append(f"{tar}: {problem}")
         entries = np.concatenate(tables)
         # Stable, so that `find` returns the first image of a URL.
         self._entries = entries[np.argsort(entries["url"], kind="stable")]
@@ -248,12 +247,11 @@ def list_images(path: Path) -> tuple[NDArray[Any], int, str | None]:
             metadata = sample.files.get("json")
             if extension is None:
                 continue
-            if metadata is None or metadata.size > MAX_ANNOTATION_BYTES:
-                num_without_url += 1
-                continue
-            try:
-                url = _Metadata.model_validate_json(shard.content(metadata)).url
-            except ValidationError:
+            url = None
+            if metadata is not None and metadata.size <= MAX_ANNOTATION_BYTES:
+                with suppress(ValidationError):
+                    url = _Metadata.model_validate_json(shard.content(metadata)).url
+            if url is None:
                 num_without_url += 1
                 continue
             image = sample.files[extension]
@@ -345,7 +343,6 @@ def _split_url(url: str) -> SplitResult:
 
 
 def _file_name(rule: str, item: WebRow) -> str:
-    """Return an image's file name by the rule of --names."""
     url = item.url.encode()
     fields = {
         "row": item.row,

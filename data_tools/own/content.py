@@ -195,7 +195,6 @@ def _priority(name: str) -> int:
 def _hash_images(
     images: Sequence[UserImage], tree: FileTree, executor: Executor
 ) -> NDArray[np.void]:
-    """Return the RECORD of each image, (images,)."""
     chunks: Iterator[list[_ImageJob]] = (
         [(image.path, tree.find(image.path)) for image in images[start : start + _CHUNK]]
         for start in range(0, len(images), _CHUNK)

@@ -308,9 +308,7 @@ def _side_form(
             by_folded_stem[f"{fold_case(stem)}.{extension.lower()}"] = path
 
     def read() -> Iterator[UserImage]:
-        missing_fields = [
-            name for name in (overrides.image, *(overrides.captions or ()), overrides.split) if name
-        ]
+        missing_fields = overrides.names
         for image in images:
             stem = image.rpartition(".")[0]
             paths = (
@@ -507,7 +505,6 @@ def hub_form(
 
 
 def _without_decoding(part: Any, datasets: Any) -> Any:
-    """Return a split that yields images as encoded bytes."""
     for key, feature in _features(part).items():
         if _is_image(feature):
             part = part.cast_column(key, datasets.Image(decode=False))

@@ -90,13 +90,18 @@ class ColumnOverrides(NamedTuple):
     captions: tuple[str, ...] | None = None
     split: str | None = None
 
+    @property
+    def names(self) -> list[str]:
+        """Return the columns to read."""
+        names = (self.image, *(self.captions or ()), self.split)
+        return [name for name in names if name is not None]
+
 
 def find_columns(
     names: Sequence[str], overrides: ColumnOverrides, bytes_columns: Sequence[str] = ()
 ) -> Columns | None:
     """Find the columns by `overrides`, else by usual names; None without images or captions."""
-    overridden = (overrides.image, *(overrides.captions or ()), overrides.split)
-    if any(name is not None and name not in names for name in overridden):
+    if not set(names).issuperset(overrides.names):
         return None
     by_name = {normalise_name(name): name for name in reversed(names)}
     image = overrides.image or next((by_name[name] for name in IMAGES if name in by_name), None)
@@ -132,8 +137,7 @@ def missing_columns(
     where: str, names: Sequence[str], overrides: ColumnOverrides, bytes_columns: Sequence[str] = ()
 ) -> ConfigError:
     """Return the error for a table in which `find_columns` does not find all columns."""
-    columns = (overrides.image, *(overrides.captions or ()), overrides.split)
-    unknown = [name for name in columns if name is not None and name not in names]
+    unknown = [name for name in overrides.names if name not in names]
     missing, remedy = "columns of images and captions", "them with --image COLUMN --caption COLUMN"
     if unknown:
         missing, remedy = f"column {unknown[0]!r}", "one of these"

@@ -130,7 +130,8 @@ def test_crops_are_resized_like_pillow():
     for image in (photo(*size), Image.fromarray(noise)):
         for seed in range(10):
             box = random_crop(*size, config.crop_scale, np.random.default_rng(seed))
-            result = train.augment(image, np.random.default_rng(seed), "x").permute(1, 2, 0).numpy()
+            pixels = train.prepare(image, np.random.default_rng(seed), "x")()
+            result = pixels.permute(1, 2, 0).numpy()
             expected = np.array(image.crop(box).resize((48, 48), Image.Resampling.BICUBIC))
             difference = np.abs(result.astype(int) - expected)
             assert difference.mean() < 0.35
@@ -156,9 +157,9 @@ def test_a_reduced_image_shows_the_same_crop():
         full = config.model_copy(update={"quick_decode": False})
         for seed in range(8):
             small, large = (
-                TrainTransform(how, Preprocessing(64)).augment(
+                TrainTransform(how, Preprocessing(64)).prepare(
                     encoded, np.random.default_rng(seed), "x"
-                )
+                )()
                 for how in (config, full)
             )
             assert small.shape == large.shape == (3, 64, 64)

@@ -256,7 +256,7 @@ def test_getitems_equals_getitem(tmp_path, make_shards, make_data):
             raw = ShardIndex.open(folder).read(0, request.sample_index.position)
             rng = make_rng(5, 0, f"0:0:{request.sample_index.position}:None:0", "augment")
             image = Image.open(io.BytesIO(raw.image))
-            levels = samples.transform.augment(image, rng, captions_of(raw.annotation)[0])
+            levels = samples.transform.prepare(image, rng, captions_of(raw.annotation)[0])()
             assert torch.equal(together.pixels[row], levels)
 
 

@@ -48,7 +48,7 @@ def places(tmp_path):
 
 
 def build_shards(*arguments, **options):
-    *_, manifest = build_in_steps(*arguments, **options)
+    *_, manifest = build_in_steps(*arguments, **{"total": None, "arguments": {}, **options})
     return manifest
 
 

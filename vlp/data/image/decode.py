@@ -190,9 +190,6 @@ def _upright(image: Image.Image, turn: int) -> Image.Image:
     return image
 
 
-_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
-
-
 class EncodedImage:
     """An encoded image: its header is read at once, its pixels on demand; raises BadSample."""
 
@@ -205,8 +202,8 @@ class EncodedImage:
                 image.format == "JPEG" and image.mode in ("L", "RGB") and turn not in TURNS
             )
             width, height = image.size
-        # (width, height) in pixels, upright
-        self.size = (height, width) if turn in _SIDEWAYS else (width, height)
+        # (width, height) in pixels, upright; orientations 5 to 8 swap them.
+        self.size = (height, width) if turn in TURNS and turn > 4 else (width, height)
 
     def image(self) -> Image.Image:
         """Decode by `decode_image`."""

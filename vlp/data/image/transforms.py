@@ -170,6 +170,7 @@ STD = MEAN
 _SIDES = re.compile(r"\b(?:left|right)", re.IGNORECASE)
 
 Box = tuple[int, int, int, int]  # left, upper, right, lower in pixels
+AnyImage = Image.Image | EncodedImage
 
 
 class Preprocessing:
@@ -246,47 +247,38 @@ class TrainTransform:
         self.config = config
         self.preprocessing = preprocessing
 
-    def __call__(
-        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
-    ) -> Tensor:
+    def __call__(self, image: AnyImage, rng: np.random.Generator, caption: str) -> Tensor:
         """Convert to (3, image_size, image_size) float32; no flip if `caption` names a side."""
-        return self.preprocessing.normalise(self.augment(image, rng, caption))
-
-    def augment(
-        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
-    ) -> Tensor:
-        """Convert to pixels (3, image_size, image_size) uint8, not normalised."""
-        return self.prepare(image, rng, caption)()
+        return self.preprocessing.normalise(self.prepare(image, rng, caption)())
 
     def prepare(
-        self, image: Image.Image | EncodedImage, rng: np.random.Generator, caption: str
+        self, image: AnyImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
-        """Draw crop and flip, and return a function that computes `augment`; call it once."""
-        if isinstance(image, Image.Image):
-            image = upright_rgb(image)
-        may_flip = not mentions_side(caption)
-        return partial(self._augment, image, *self._draw(image.size, rng, may_flip), rng)
+        """Draw crop and flip; return a function to call once for the pixels, uint8 (3, side, side).
+
+        They are not normalised.
+        """
+        image, box, hflip = self._draw(image, rng, not mentions_side(caption))
+        return partial(self._augment, image, box, hflip, rng)
 
     def view(
-        self, image: Image.Image | EncodedImage, rng: np.random.Generator, may_flip: bool
+        self, image: AnyImage, rng: np.random.Generator, may_flip: bool
     ) -> tuple[Tensor, bool]:
         """Return pixels (3, image_size, image_size) uint8, and whether they are flipped."""
-        if isinstance(image, Image.Image):
-            image = upright_rgb(image)
-        box, hflip = self._draw(image.size, rng, may_flip)
+        image, box, hflip = self._draw(image, rng, may_flip)
         return self._augment(image, box, hflip, rng), hflip
 
     def _draw(
-        self, size: tuple[int, int], rng: np.random.Generator, may_flip: bool
-    ) -> tuple[Box, bool]:
-        """Draw the crop, and whether to flip it."""
-        box = random_crop(*size, self.config.crop_scale, rng)
+        self, image: AnyImage, rng: np.random.Generator, may_flip: bool
+    ) -> tuple[AnyImage, Box, bool]:
+        """Return the upright image, a crop, and whether to flip it."""
+        if isinstance(image, Image.Image):
+            image = upright_rgb(image)
+        box = random_crop(*image.size, self.config.crop_scale, rng)
         # Drawn in any case, so that later draws do not depend on `may_flip`.
-        return box, rng.random() < 0.5 and self.config.hflip and may_flip
+        return image, box, rng.random() < 0.5 and self.config.hflip and may_flip
 
-    def _augment(
-        self, image: Image.Image | EncodedImage, box: Box, hflip: bool, rng: np.random.Generator
-    ) -> Tensor:
+    def _augment(self, image: AnyImage, box: Box, hflip: bool, rng: np.random.Generator) -> Tensor:
         pixels = self._crop(image, box)
         if hflip:
             pixels = pixels.flip(2)
@@ -296,7 +288,7 @@ class TrainTransform:
             pixels = pixels.round_().clamp_(0, 255).to(torch.uint8)
         return pixels
 
-    def _crop(self, image: Image.Image | EncodedImage, box: Box) -> Tensor:
+    def _crop(self, image: AnyImage, box: Box) -> Tensor:
         # Without crops Pillow resizes images, to the same pixels as in evaluation.
         if self.config.crop_scale[0] >= 1:
             whole = image if isinstance(image, Image.Image) else image.image()

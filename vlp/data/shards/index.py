@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike
 
 from vlp.config import ConfigError
 from vlp.data.file_names import split_of
-from vlp.data.schema import captions_of
-from vlp.data.shards.sample_files import BadSample, SampleFiles, ShardFile
+from vlp.data.shards.sample_files import SampleFiles, ShardFile
 from vlp.data.shards.tar import BLOCK, escape_name, open_tar
 from vlp.io import atomic_write
 
@@ -312,18 +311,11 @@ def survey(path: Path) -> Survey:
         handle = open_tar(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this shard ({error.strerror})") from error
-    captions = []
     with ShardFile(handle, path) as shard:
         samples, problem, _ = shard.list_samples()
-        for sample in samples:
-            try:
-                captions.append(len(captions_of(shard.annotation(sample))))
-            except BadSample:
-                captions.append(0)
-        rows = sample_rows(samples, captions)
-        return Survey(
-            SurveyedShard(path.name, shard.bytes, rows), [sample.key for sample in samples], problem
-        )
+        rows = sample_rows(samples, [shard.count_captions(sample) for sample in samples])
+        surveyed = SurveyedShard(path.name, shard.bytes, rows)
+        return Survey(surveyed, [sample.key for sample in samples], problem)
 
 
 def index_folder(

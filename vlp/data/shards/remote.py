@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 import numpy as np
@@ -202,11 +202,7 @@ class RemoteFolder:
         return self._connection[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "outages": self.outages}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.url, self.outages = state["url"], state["outages"]
-        self._connection = None
+        return self.__dict__ | {"_connection": None}
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
@@ -241,7 +237,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
 
 
 def _expand_variables(url: str) -> str:
-    """Return a URL with its variables replaced by their values."""
     if HIDDEN in url:
         raise ConfigError(
             f"{url}: {HIDDEN} stands for a secret that was left out; give the whole URL, or write "
@@ -436,20 +431,12 @@ class ShardCache:
         try:
             with_retries(attempt, file.folder.outages.seconds, where)
             sync_path(part)
-        except (FileNotFoundError, PermissionError) as error:
-            self._fail(file, BadSample("missing shard", f"{where} ({error})"), error)
-        except Unreachable as error:
-            kind = (
-                "corrupt shard"
-                if isinstance(error.__cause__, _IncompleteDownload)
-                else "missing shard"
-            )
-            self._fail(file, BadSample(kind, f"{where} ({error})"), error)
-
-    def _fail(self, file: CachedFile, bad: BadSample, cause: Exception) -> NoReturn:
-        may_pass = isinstance(cause, Unreachable)
-        self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad, may_pass)
-        raise outage_error(bad, file.folder.outages.policy, may_pass) from cause
+        except (FileNotFoundError, PermissionError, Unreachable) as error:
+            is_corrupt = isinstance(error.__cause__, _IncompleteDownload)
+            kind = "corrupt shard" if is_corrupt else "missing shard"
+            bad, may_pass = BadSample(kind, f"{where} ({error})"), isinstance(error, Unreachable)
+            self._failures[file.path] = _Failure(time.monotonic() + _FAILURE_SECONDS, bad, may_pass)
+            raise outage_error(bad, file.folder.outages.policy, may_pass) from error
 
     def _make_room(self, file: CachedFile) -> None:
         """List a file as being downloaded, and evict others until all files fit the limit."""
@@ -492,10 +479,7 @@ class ShardCache:
         return full_path + _PART, full_path
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "limit": self.limit}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], state["limit"])  # type: ignore[misc]
+        return self.__dict__ | {"on_full": [], "_failures": {}, "_background": None}
 
 
 class _IncompleteDownload(Exception):

@@ -159,6 +159,13 @@ class ShardFile:
         """Return a listed sample's annotation, its images left unread; raises BadSample."""
         return parse_annotation(sample, self.content, self.where(sample))
 
+    def count_captions(self, sample: SampleFiles) -> int:
+        """Return a listed sample's number of captions as its index has it: 0 for a bad sample."""
+        try:
+            return len(captions_of(self.annotation(sample)))
+        except BadSample:
+            return 0
+
 
 def contents(path: Path) -> Contents:
     """Return a shard's samples and damage; a shard that cannot be opened is `missing`."""

@@ -15,6 +15,11 @@ from vlp.io import AtomicFile
 from vlp.lock import FolderLock
 
 
+def shard_name(number: int) -> str:
+    """Return the file name of a shard."""
+    return f"shard-{number:06d}.tar"
+
+
 class ShardWriter:
     """Writer of numbered shards: `with ShardWriter(folder) as writer: writer.write(...)`.
 
@@ -22,14 +27,11 @@ class ShardWriter:
     to the same bytes if its producer skips the keys in `done`.
     """
 
-    def __init__(
-        self, folder: str | Path, samples_per_shard: int = 1000, prefix: str = "shard"
-    ) -> None:
+    def __init__(self, folder: str | Path, samples_per_shard: int = 1000) -> None:
         if samples_per_shard < 1:
             raise ValueError(f"samples_per_shard is {samples_per_shard}, it must be at least 1")
         self.folder = Path(folder)
         self.samples_per_shard = samples_per_shard
-        self.prefix = prefix
         self.done: set[str] = set()
         self._shards: list[SurveyedShard] = []
         self._ends: list[int] = []
@@ -45,10 +47,9 @@ class ShardWriter:
             raise
 
     def _resume(self) -> None:
-        """Resume from the shards of an earlier run."""
-        for leftover in self.folder.glob(f"{self.prefix}-*.tar.tmp"):
+        for leftover in self.folder.glob("shard-*.tar.tmp"):
             leftover.unlink()
-        for path in sorted(self.folder.glob(f"{self.prefix}-*.tar")):
+        for path in sorted(self.folder.glob("shard-*.tar")):
             result = survey(path)
             if result.problem:
                 raise ConfigError(f"{path}: {result.problem}; delete this shard and run again")
@@ -116,7 +117,7 @@ class ShardWriter:
             self.abandon()
 
     def _path(self) -> Path:
-        return self.folder / f"{self.prefix}-{self._number:06d}.tar"
+        return self.folder / shard_name(self._number)
 
     def _finish_shard(self, output: AtomicFile) -> None:
         path = output.path

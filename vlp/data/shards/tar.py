@@ -273,6 +273,3 @@ class _Section(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + {0: 0, 1: self._position, 2: self._size}[whence]
         return self._position
-
-    def tell(self) -> int:
-        return self._position
