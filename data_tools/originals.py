@@ -35,7 +35,14 @@ _MAGIC = {b"\xfd7zXZ\x00": lzma.open, b"\x1f\x8b": gzip.open, b"BZh": bz2.open}
 def unpack_archives(paths: Sequence[Path], parent: Path) -> Iterator[list[Path]]:
     """Yield the paths; compressed tars, also in the folders, are unpacked below `parent`."""
     with scratch_folder(parent) as scratch:
-        yield list(_unpack_tars(paths, scratch))
+        unpacked: list[Path] = []
+        for path in paths:
+            tars = [path]
+            if path.is_dir():
+                unpacked.append(path)
+                tars = sorted(tar for tar in path.iterdir() if tar.name.endswith(COMPRESSED_TARS))
+            unpacked += [plain_file(tar, scratch, f"{tar.name}.tar") for tar in tars]
+        yield unpacked
 
 
 @contextmanager
@@ -46,16 +53,6 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as folder:
             yield Path(folder)
-
-
-def _unpack_tars(paths: Sequence[Path], scratch: Path) -> Iterator[Path]:
-    for path in paths:
-        tars = [path]
-        if path.is_dir():
-            yield path
-            tars = sorted(entry for entry in path.iterdir() if entry.name.endswith(COMPRESSED_TARS))
-        for tar in tars:
-            yield plain_file(tar, scratch, f"{tar.name}.tar")
 
 
 _SOURCES: dict[Path, str] = {}  # of temporary files
@@ -332,11 +329,6 @@ class Originals:
             self._has_folder[folder] = any(self._is_in(e, target, fold_case) for _, e in matches)
         return self._has_folder[folder]
 
-    def read(self, name: str) -> bytes | None:
-        """Return the bytes of an image, None if missing; raises BadSample."""
-        location = self.find(name)
-        return None if location is None else location.read()
-
     def _location(self, name: str, entry: FileEntry) -> ImageLocation:
         path = self._containers[entry.container]
         full = f"{entry.folder}/{name}" if entry.folder else name
@@ -362,7 +354,17 @@ class Originals:
         self._containers.append(path)
         number = len(self._containers) - 1
         if zipfile.is_zipfile(path):
-            for info in self._infos(path):
+            try:
+                infos = _zip(path).infolist()
+            except Exception as error:  # zipfile raises a dozen classes for a damaged directory
+                raise ConfigError(
+                    f"{display_path(path)}: a damaged zip ({error}); download it again"
+                ) from error
+            if len(infos) > MAX_ARCHIVE_MEMBERS:
+                raise ConfigError(
+                    f"{display_path(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}"
+                )
+            for info in infos:
                 if info.filename and not info.is_dir():
                     folder, _, name = info.filename.rpartition("/")
                     self._add(name, FileEntry(number, sys.intern(folder), _IN_ZIP, 0))
@@ -375,19 +377,6 @@ class Originals:
         for member in members:
             folder, _, name = member.name.removeprefix("./").rpartition("/")
             self._add(name, FileEntry(number, sys.intern(folder), member.offset, member.size))
-
-    def _infos(self, path: Path) -> list[zipfile.ZipInfo]:
-        try:
-            infos = _zip(path).infolist()
-        except Exception as error:  # zipfile raises a dozen classes for a damaged directory
-            raise ConfigError(
-                f"{display_path(path)}: a damaged zip ({error}); download it again"
-            ) from error
-        if len(infos) > MAX_ARCHIVE_MEMBERS:
-            raise ConfigError(
-                f"{display_path(path)}: {len(infos)} files, more than {MAX_ARCHIVE_MEMBERS}"
-            )
-        return infos
 
     def _add(self, name: str, entry: FileEntry) -> None:
         if name.lower().endswith(_SIDE_FILES):

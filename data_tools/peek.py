@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import shorten, wrap
+from textwrap import wrap
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -136,20 +136,18 @@ def _draw_card(card: Card, axes: Axes) -> None:
     for (box, _), colour in zip(card.boxes, colours):
         x, y, width, height = box
         axes.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=colour, linewidth=2))
-    captions = [(shorten(card.title, 36), "black"), *lines]
-    for number, (line, colour) in enumerate(captions):
-        weight = "normal" if number else "bold"
-        offset = (3, -11 * number - 3)  # points from the image's lower left corner
+    title = card.title if len(card.title) <= 36 else f"{card.title[:35]}…"
+    for number, (line, colour) in enumerate([(title, "black"), *lines]):
         axes.annotate(
             line,
             (0, 0),
-            offset,
+            (3, -11 * number - 3),  # points from the image's lower left corner
             xycoords="axes fraction",
             textcoords="offset points",
             va="top",
             color=colour,
             fontsize=7,
-            weight=weight,
+            weight="normal" if number else "bold",
             parse_math=False,
         )
 

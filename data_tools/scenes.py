@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -52,7 +52,7 @@ PARTS = (
     *("boxes", "boxes_val", "boxes_any"),
 )
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
-_CHUNK = 64
+_CHUNK = 256  # samples of a job; with a single job, no process is started
 
 
 class SceneFiles(NamedTuple):
@@ -185,7 +185,8 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
     with ShardWriter(out / part, options.samples_per_shard) as writer:
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=kinds)
-        samples = _make_samples(make, missing, executor)
+        chunks = [missing[start : start + _CHUNK] for start in range(0, len(missing), _CHUNK)]
+        samples = chain.from_iterable(executor.map(partial(_make_chunk, make), chunks))
         done = count - len(missing)
         for sample in tqdm(samples, total=count, initial=done, desc=part, unit=" samples"):
             writer.write(sample.key, sample.image, "png", sample.annotation, sample.second_image)
@@ -198,16 +199,6 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
             f"a box covers {box_share:.1%} of its image on average"
         )
     return len(missing)
-
-
-def _make_samples(
-    make: Callable[[int | Scene], SceneFiles], jobs: Sequence[int | Scene], executor: Executor
-) -> Iterator[SceneFiles]:
-    # For a few samples, starting processes takes longer than the work.
-    if len(jobs) < 8 * _CHUNK:
-        return map(make, jobs)
-    chunks = (jobs[start : start + _CHUNK] for start in range(0, len(jobs), _CHUNK))
-    return chain.from_iterable(executor.map(partial(_make_chunk, make), chunks))
 
 
 def _make_chunk(

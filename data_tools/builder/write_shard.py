@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -309,6 +310,7 @@ def _write_sample(
 
 JOURNAL_NAME = "build.jsonl"
 REMEDY = "pass --replace"
+_SHARD_NAME = re.compile(r"shard-(?:[0-9]{6}|[1-9][0-9]{6,})\.tar")
 
 
 def require_same_settings(
@@ -332,7 +334,7 @@ def require_build_shards(folder: Path, has_build: bool) -> None:
     """Refuse tars that no build wrote: they would be read with the shards, or deleted."""
     # A shard's name is enough: a kill may leave a build's shard without a record.
     for path in folder.glob("*.tar"):
-        if not (has_build and _is_shard_name(path.name)):
+        if not has_build or not _SHARD_NAME.fullmatch(path.name):
             raise ConfigError(
                 f"{path}: a shard that this command did not write; move it, or choose another --out"
             )
@@ -432,11 +434,6 @@ def _line(content: dict[str, Any]) -> bytes:
 
 def _matches_file(record: Record, path: Path) -> bool:
     return sha256_of(path) == record.sha256 if path.is_file() else not record.samples
-
-
-def _is_shard_name(name: str) -> bool:
-    digits = name.removeprefix("shard-").removesuffix(".tar")
-    return digits.isdecimal() and name == shard_name(int(digits))
 
 
 class BuildPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -12,13 +11,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from typer import Option
 
 from data_tools.builder.build import CorpusPart, Target, check_splits, make_corpus, stems_of
-from data_tools.builder.samples import (
-    Fault,
-    SampleSpec,
-    clean_caption,
-    clean_captions,
-    drop_reason,
-)
+from data_tools.builder.samples import Fault, SampleSpec, clean_caption, clean_captions, drop_reason
 from data_tools.converters.category_words import CategoryWords
 from data_tools.options import MAX_WORDS, BuildOptions, File, Images, MaxWords, Out, Splits
 from data_tools.rows import (
@@ -115,7 +108,11 @@ def flickr8k(
     out by reason. An image with all its captions is one sample.
     """
     faults: Faults = []
-    entries = [entry for path in annotations for entry in read_karpathy(path, faults)]
+    entries = [
+        entry
+        for path in annotations
+        for entry in read_karpathy(read_json(path, faults), path, faults)
+    ]
     target = Target(out, build, "Flickr8k", FLICKR, {"max_words": max_words})
     return make_corpus(target, images, split_parts(entries, splits, max_words, faults))
 
@@ -146,7 +143,7 @@ def flickr30k(
     elif lists:
         raise ConfigError("--lists: the JSON has its own splits; leave out --lists")
     else:
-        entries = read_karpathy(annotations, faults)
+        entries = read_karpathy(read_json(annotations, faults), annotations, faults)
     target = Target(out, build, "Flickr30k", FLICKR, {"max_words": max_words})
     return make_corpus(target, images, split_parts(entries, splits, max_words, faults))
 
@@ -189,7 +186,8 @@ def coco(
             part_faults = [*faults, *file_faults]
             parts += [_official_part(content, path, name, max_words, category_words, part_faults)]
         else:
-            entries += read_karpathy(path, faults)
+            faults += file_faults
+            entries += read_karpathy(content, path, faults)
     if entries and parts:
         raise ConfigError("--annotations: Karpathy's JSON or official files, not both at once")
     if entries and category_words is not None:
@@ -254,9 +252,8 @@ def _raw_caption(sentence: Any) -> str | None:
     return raw if isinstance(raw, str) else None
 
 
-def read_karpathy(path: Path, faults: Faults) -> list[Entry]:
-    """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}`."""
-    content = read_json(path, faults)
+def read_karpathy(content: Any, path: Path, faults: Faults) -> list[Entry]:
+    """Read `{"dataset", "images": [{"filename", "split", "sentences": [{"raw"}]}]}` of a file."""
     images = list(parse_rows(list_rows(content, path, "images"), _KarpathyImage, faults))
     names = [f"{row.filepath}/{row.filename}" if row.filepath else row.filename for row in images]
     stems = stems_of(names)
@@ -328,8 +325,9 @@ def split_parts(
 
 
 def key_of_image(stem: str) -> str:
-    """Return a sample's key from its image's stem: `_` for dots, slashes and spaces."""
-    return "_".join(re.sub(r"[./\\]", "_", stem.strip("/")).split())
+    """Return a sample's key: `_` for dots, slashes, spaces and what cannot be printed."""
+    joined = "_".join(stem.strip("/").split())
+    return "".join("_" if c in "./\\" or not c.isprintable() else c for c in joined)
 
 
 def _entry_samples(entries: Sequence[Entry], max_words: int) -> Iterator[SampleSpec | Fault]:

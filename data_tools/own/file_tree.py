@@ -97,6 +97,8 @@ class FileTree(Originals):
 
     def find(self, name: str) -> ImageLocation | None:
         """Return the location of a path of `files`; None if missing."""
+        if self._embedded is not None:
+            self._embedded.flush()
         entry = self._files.get(name)
         return None if entry is None else self._location(PurePosixPath(name).name, entry)
 
@@ -191,10 +193,7 @@ class FileTree(Originals):
         return name
 
     def add_bytes(self, name: str, data: bytes) -> str:
-        """Add an embedded image; returns its name, the same for equal bytes.
-
-        Call `flush` before the image is read.
-        """
+        """Add an embedded image; returns its name, the same for equal bytes."""
         if len(data) > MAX_IMAGE_BYTES:
             raise BadSample("image too large", f"{name} (more than {MAX_IMAGE_BYTES} bytes)")
         digest = hashlib.sha256(data).digest()[:16]
@@ -202,7 +201,7 @@ class FileTree(Originals):
             return self._digests[digest]
         if self._embedded is None:
             path = self._scratch / "embedded.tar"
-            self._embedded = open(path, "ab", buffering=_BLOCK)  # noqa: SIM115 (see flush)
+            self._embedded = open(path, "ab", buffering=_BLOCK)  # noqa: SIM115 (see `find`)
             self._containers.append(path)
             self._embedded_number = len(self._containers) - 1
         if name in self._files:
@@ -214,11 +213,6 @@ class FileTree(Originals):
         self._files[name] = FileEntry(self._embedded_number, "", start, len(data))
         self._digests[digest] = name
         return name
-
-    def flush(self) -> None:
-        """Write embedded images to disk."""
-        if self._embedded is not None:
-            self._embedded.flush()
 
     def _location(self, name: str, entry: FileEntry) -> ImageLocation:
         if entry.offset == _SINGLE:

@@ -367,10 +367,12 @@ def _karpathy_form(
     with open(on_disk, "rb") as file:
         if _suffix(path) != ".json" or b'"sentences"' not in file.read(1 << 20):
             return None
-    content = read_json(on_disk, [])  # `read_karpathy` counts its faults
+    file_faults: Faults = []
+    content = read_json(on_disk, file_faults)
     if not isinstance(content, dict) or not isinstance(content.get("images"), list):
         return None
-    entries = read_karpathy(on_disk, faults)
+    faults += file_faults
+    entries = read_karpathy(content, on_disk, faults)
     folder = path.rpartition("/")[0]
 
     def read() -> Iterator[UserImage]:

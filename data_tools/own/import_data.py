@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from data_tools.builder.build import CorpusPart, Target, build_parts
 from data_tools.builder.samples import Fault, SampleSpec, clean_captions
+from data_tools.converters.captions import key_of_image
 from data_tools.options import MAX_WORDS, BuildOptions, MaxWords, Out
 from data_tools.originals import scratch_folder
 from data_tools.own.content import SPLITS, Splitting, UserSample, merge_rows, split_images
@@ -134,7 +135,6 @@ def import_data(options: ImportOptions, build: BuildOptions) -> int:
             for line in filter(None, (*form.notes, *other_files(tree))):
                 print(f"  {escape_name(line)}")
             images, dropped = _clean_images(form, tree, faults, options)
-            tree.flush()
             if not options.split_column and not any(split_of(image.split) for image in images):
                 # The folder of a missing image is unknown.
                 paths = {
@@ -417,7 +417,7 @@ def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
     stems = [
         "/".join(path_parts[common:]).rpartition(".")[0] or path_parts[-1] for path_parts in parts
     ]
-    keys = [existing.get(path) or _key(stem) for path, stem in zip(paths, stems)]
+    keys = [existing.get(path) or key_of_image(stem) for path, stem in zip(paths, stems)]
     counts = Counter(keys)
     numbers: Counter[str] = Counter()
     for position, key in enumerate(keys):
@@ -428,11 +428,3 @@ def keys_of(paths: Sequence[str], existing: Mapping[str, str]) -> list[str]:
                 counts[numbered] += 1
                 break
     return keys
-
-
-def _key(stem: str) -> str:
-    """Return a key with `_` for dots, slashes, spaces and characters that cannot be printed."""
-    return "".join(
-        "_" if character in "./" or not character.isprintable() else character
-        for character in "_".join(stem.split())
-    )

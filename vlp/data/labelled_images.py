@@ -102,7 +102,7 @@ class _FolderImages(LabelledImages):
     def __init__(self, folder: Path, classes: Sequence[str] | None) -> None:
         names = sorted(filter(_is_class_image, _relative_files(folder)))
         self._files = [folder / name for name in names]
-        classes, self._class_indices = _class_indices(names, classes, folder)
+        classes, self._labels = _class_names(names, classes, folder)
         super().__init__(self._files, classes)
 
     def read(self, number: int) -> LabelledImage:
@@ -111,9 +111,8 @@ class _FolderImages(LabelledImages):
             content = file.read_bytes()
         except OSError as error:
             raise BadSample("unreadable image", f"{file} ({error.strerror})") from error
-        return LabelledImage(
-            decode_image(content, str(file)), self._class_indices[number], str(file)
-        )
+        label = self._class_index[self._labels[number]]
+        return LabelledImage(decode_image(content, str(file)), label, str(file))
 
 
 class _TarImages(LabelledImages):
@@ -123,13 +122,14 @@ class _TarImages(LabelledImages):
         stored = read_files(file, _is_class_image)
         members = {PurePath(str(name).lstrip("/")): data for name, data in stored}
         self._members = list(members.items())
-        classes, self._class_indices = _class_indices(list(members), classes, file)
+        classes, self._labels = _class_names(list(members), classes, file)
         super().__init__(self._members, classes)
 
     def read(self, number: int) -> LabelledImage:
         name, content = self._members[number]
         where = f"{self._file}, {name}"
-        return LabelledImage(decode_image(content, where), self._class_indices[number], where)
+        label = self._class_index[self._labels[number]]
+        return LabelledImage(decode_image(content, where), label, where)
 
 
 class _ShardImages(LabelledImages):
@@ -169,10 +169,10 @@ def _is_class_image(name: PurePath) -> bool:
     return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
 
 
-def _class_indices(
+def _class_names(
     paths: Sequence[PurePath], class_names: Sequence[str] | None, where: Path
-) -> tuple[tuple[str, ...], list[int]]:
-    """Return the classes, and each image's class index by the first folder that differs."""
+) -> tuple[tuple[str, ...], list[str]]:
+    """Return the classes, and each image's class by the first folder that differs."""
     if not paths:
         raise ConfigError(f"{where}: holds no images in class folders ({', '.join(IMAGES)})")
     common = os.path.commonpath([path.parent for path in paths])
@@ -198,5 +198,4 @@ def _class_indices(
             f"{where}: its class folders lie in {', '.join(classes[:3])}, which are splits; give "
             "the folder, or a tar file, of one split"
         )
-    class_index = {name: index for index, name in enumerate(classes)}
-    return classes, [class_index[name] for name in labels]
+    return classes, labels

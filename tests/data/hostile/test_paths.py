@@ -151,8 +151,8 @@ def test_archives_write_nothing_by_the_names_in_them(tmp_path):
     for archive_name in ("a.tar.gz", "b.zip"):
         with guarded(room) as seen, unpack_archives([tmp_path / archive_name], room) as places:
             originals = Originals(places)
-            assert [originals.read(name) for name in names] == [PNG] * 3
-            assert originals.read("linked.png") is None
+            assert [originals.find(name).read() for name in names] == [PNG] * 3
+            assert originals.find("linked.png") is None
         assert not seen
 
 

@@ -64,9 +64,7 @@ _MAX_ROWS_SHARE = 0.01
 class LocalFolder:
     """A local folder of shards; `policy`: `OutageConfig.policy`."""
 
-    is_remote = False
-
-    def __init__(self, folder: Path | RemoteFolder, policy: str = "fail") -> None:
+    def __init__(self, folder: Path | RemoteFolder, policy: str) -> None:
         self.folder, self.policy = folder, policy
 
     def open(self, entry: ShardEntry) -> ShardFile:
@@ -93,7 +91,6 @@ class CachedFolder(LocalFolder):
     """Shards behind a URL, downloaded to the cache; `digests`: SHA-256 by name where known."""
 
     folder: RemoteFolder
-    is_remote = True
 
     def __init__(self, folder: RemoteFolder, cache: ShardCache, digests: dict[str, str]) -> None:
         super().__init__(folder, folder.outages.policy)
@@ -270,7 +267,7 @@ class ShardIndex:
     @property
     def is_remote(self) -> bool:
         """Return whether the shards lie behind a URL."""
-        return self._store.is_remote
+        return isinstance(self._store, CachedFolder)
 
     def prefetch(self, shard_number: int) -> None:
         """Download a shard in the background; nothing for a local folder."""

@@ -92,29 +92,21 @@ class ShardWriter:
         if len(self._captions) == self.samples_per_shard:
             self._finish_shard(self._output)
 
-    def close(self) -> None:
-        """Finish the last shard and write the index."""
-        if self._output is not None:
-            self._finish_shard(self._output)
-        with _disk_errors(self.folder / INDEX_NAME):
-            write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
-        self._lock.release()
-
-    def abandon(self) -> None:
-        """Discard the unfinished shard; the next run resumes after the finished ones."""
-        if self._output is not None:
-            self._output.abandon()
-            self._output = None
-        self._lock.release()
-
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
+        try:
+            if kind is not None:  # the next run resumes after the finished shards
+                if self._output is not None:
+                    self._output.abandon()
+                return
+            if self._output is not None:
+                self._finish_shard(self._output)
+            with _disk_errors(self.folder / INDEX_NAME):
+                write_index(self.folder, sorted(self._shards, key=lambda shard: shard.name))
+        finally:
+            self._lock.release()
 
     def _path(self) -> Path:
         return self.folder / shard_name(self._number)

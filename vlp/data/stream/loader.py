@@ -236,7 +236,9 @@ class OrderedData:
         self.sampler.locate(samples_consumed)
         self.sampler.samples_of_rank(0, rank, world_size)
         loader = self._loader(samples_consumed, rank, world_size, stop_after)
-        return self._checked_batches(loader, samples_consumed, rank, world_size, stop_after)
+        global_batches = self.sampler.global_batches(samples_consumed, self.batch)
+        watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
+        return _checked_batches(loader, islice(global_batches, stop_after), watch)
 
     def _loader(
         self, consumed: int, rank: int, world_size: int, stop_after: int | None
@@ -259,23 +261,17 @@ class OrderedData:
             **worker_settings(self.workers, prefetch=4),
         }
 
-    def _checked_batches(
-        self,
-        loader: DataLoader[Any],
-        samples_consumed: int,
-        rank: int,
-        world_size: int,
-        stop_after: int | None,
-    ) -> Generator[tuple[Any, int], None, None]:
-        try:
-            with open_loader(loader) as batches:
-                watch = SkippedShareWatch(self.sampler, self.max_skipped_share, rank, world_size)
-                global_batches = self.sampler.global_batches(samples_consumed, self.batch)
-                for global_batch, batch in zip(islice(global_batches, stop_after), batches):
-                    watch.update(global_batch.epoch, batch)
-                    yield batch, global_batch.consumed
-        except DataError as error:
-            raise type(error)(error.plain_message) from error
+
+def _checked_batches(
+    loader: DataLoader[Any], global_batches: Iterator[GlobalBatch], watch: SkippedShareWatch
+) -> Generator[tuple[Any, int], None, None]:
+    try:
+        with open_loader(loader) as batches:
+            for global_batch, batch in zip(global_batches, batches):
+                watch.update(global_batch.epoch, batch)
+                yield batch, global_batch.consumed
+    except DataError as error:
+        raise type(error)(error.plain_message) from error
 
 
 # Bad samples in a row that end a run: half an epoch of a billion samples would be too late.
