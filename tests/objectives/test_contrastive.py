@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from vlp.config import ConfigError
 from vlp.distributed import gather
-from vlp.objectives.config import ObjectivesConfig
+from vlp.objectives.config import ContrastiveConfig, ObjectivesConfig
 from vlp.objectives.contrastive import (
     candidate_cross_entropy,
     itc_loss,
@@ -20,7 +21,8 @@ from vlp.objectives.contrastive import (
     soft_targets,
 )
 from vlp.objectives.loss import normalise, require_whole_groups, sample_groups
-from vlp.objectives.queue import KeyQueue
+from vlp.objectives.queue import KeyQueue, Keys
+from vlp.tasks.pretraining.objectives import Contrastive
 from vlp.tasks.teacher import Teacher
 
 
@@ -92,6 +94,31 @@ def test_pairs_of_one_image_or_with_equal_captions_are_positives():
     assert by_image.int().tolist() == [[0, 1, 1], [1, 0, 0]]
     queue.push(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([9]))
     assert queue.pair_ids[0].tolist() == [9, 9]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=9, max_size=9))
+def test_linked_keys_of_batch_and_queue_are_no_negatives(ids):
+    image, text = unit(9, 6, seed=1), unit(9, 6, seed=2)
+    pair_ids, key_valid = torch.tensor(ids), torch.tensor([True] * 3 + [False] + [True] * 5)
+    objectives = ObjectivesConfig(contrastive=ContrastiveConfig(kind="itc"), teacher=None)
+    step = SimpleNamespace(
+        batch=SimpleNamespace(pair_ids=pair_ids[:4], valid=key_valid[:4]),
+        image=SimpleNamespace(feature=image[:4]),
+        text=SimpleNamespace(feature=text[:4]),
+        model=SimpleNamespace(temperature=lambda: 0.5),
+        teacher=SimpleNamespace(keys=Keys(image, text, pair_ids, key_valid), alpha=0.0),
+    )
+    contrastive = Contrastive(objectives.contrastive, objectives, None)
+    total = 0.0
+    for row, (image_id, caption_id) in enumerate(ids[:3]):
+        same = [image_id == i or caption_id == c for i, c in ids]
+        linked = [(image_id, c) in ids or (i, caption_id) in ids for i, c in ids]
+        used = [k for k in range(9) if k != 3 and (same[k] or not linked[k])]
+        for query, candidates in ((image[row], text), (text[row], image)):
+            logs = (candidates[used] @ query / 0.5).log_softmax(0)
+            total -= logs[[same[k] for k in used]].mean() / 2
+    torch.testing.assert_close(contrastive(step)["contrastive"].loss.total, total)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])

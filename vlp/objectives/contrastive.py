@@ -85,6 +85,23 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
     return positives(pair_ids, candidate_ids) | i2t | t2i
 
 
+def match_by_keys(pair_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Return whether row b and key k match by way of a third key, as in `related`: (B, K) bool.
+
+    Memory grows with B K alone. pair_ids: (B, 2), ids of image and caption; key_ids: (K, 2).
+    """
+    matches = []
+    for rows, keys in ((pair_ids, key_ids), (pair_ids.flip(1), key_ids.flip(1))):
+        # Searching B K hashes takes ten times as long: count keys of row b's image by caption.
+        captions, order = keys[:, 1].sort()
+        count = (keys[order, :1] == rows[:, 0]).cumsum(0, dtype=torch.int32)
+        count = functional.pad(count, (0, 0, 1, 0))
+        ids = keys[:, 1].contiguous()
+        start, end = (torch.searchsorted(captions, ids, right=right) for right in (False, True))
+        matches.append((count[end] > count[start]).T)
+    return matches[0] | matches[1]
+
+
 def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:
     """Return whether a row of `links` pairs image i with caption t: (..., I, T) bool.
 

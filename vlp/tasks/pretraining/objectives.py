@@ -8,12 +8,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from vlp.compilation import on_gpu
 from vlp.config import Config
 from vlp.data.stream.batch import Batch
-from vlp.distributed import world_size
 from vlp.layers.temperature import LearnedScale
 from vlp.models.config import ModelConfig
 from vlp.models.cross_encoder import ImageFeatures, ImageKeyValues, PairIndices, TextFeatures
@@ -31,8 +29,8 @@ from vlp.objectives.config import (
 from vlp.objectives.contrastive import (
     LearnedBias,
     itc_loss,
+    match_by_keys,
     positives,
-    related,
     sigmoid_loss,
     soft_targets,
 )
@@ -179,13 +177,9 @@ class Contrastive(Objective):
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
         positive = positives(batch.pair_ids, keys.pair_ids)
-        # Pairs that a third row links are neither positives nor negatives. The first keys are the
-        # batches of all ranks; linked pairs in the queue stay, as the search takes too long there.
-        batch_ids = keys.pair_ids[: len(batch.valid) * world_size()]
-        related_in_batch = related(batch.pair_ids, batch_ids, batch_ids)
-        queue_length = len(keys.valid) - len(batch_ids)
-        is_related = functional.pad(related_in_batch, (0, queue_length))
-        candidate_valid = keys.valid & (positive | ~is_related)
+        # Pairs that a third pair of the batches or the queue links are no negatives.
+        is_linked = match_by_keys(batch.pair_ids, keys.pair_ids)
+        candidate_valid = keys.valid & (positive | ~is_linked)
         if settings.kind == "paper":
             loss = paper_anchor_loss(
                 image,
