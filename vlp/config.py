@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -139,8 +140,20 @@ def _import_plugin(plugin: str) -> None:
         sys.path.append(folder)
     try:
         module = importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(f"plugin {plugin}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a script without a guard would end the command
+        reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        # Beyond this function and the import machinery, the deepest line of the plugin's folder.
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)[1:]
+            if "importlib" not in frame.filename
+        ]
+        places = [
+            f" ({frame.filename}, line {frame.lineno})"
+            for frame in frames
+            if Path(frame.filename).parent == Path(frames[0].filename).parent
+        ]
+        raise ConfigError(f"plugin {plugin}: {reason}{places[-1] if places else ''}") from error
     if is_file and Path(module.__file__ or "").resolve() != Path(plugin):
         raise ConfigError(
             f"plugin {plugin}: the name {name!r} belongs to another module; rename the file"

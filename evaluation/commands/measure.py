@@ -24,7 +24,7 @@ from evaluation.commands.options import (
 from evaluation.jobs import JOBS, PROBES, Job
 from vlp.command_line import Group, Overrides, new_app, positive, require_output
 from vlp.config import Precision
-from vlp.tasks.downstream.registry import task_kinds, task_summary
+from vlp.tasks.downstream.registry import BUILT_IN, task_kinds, task_summary
 
 
 class Evaluations(Group):
@@ -34,15 +34,25 @@ class Evaluations(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command, also of a task that a plugin registered."""
+        if args[0] in task_kinds():
+            self._add_task(args[0])
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands, also of tasks that plugins registered."""
+        for kind in task_kinds():
+            self._add_task(kind)
+        super().format_commands(ctx, formatter)
+
+    def _add_task(self, kind: str) -> None:
         # Plugins are loaded with the group's options, after the built-in commands were added.
-        if (kind := args[0]) not in self.commands and kind in task_kinds():
+        if kind not in self.commands:
             from evaluation.downstream.task_evaluation import get_evaluation
 
             single = new_app()
             job = get_evaluation(kind).job
             single.command(kind, cls=EvaluationCommand)(command_of(kind, job))
             self.add_command(typer.main.get_command(single), kind)
-        return super().resolve_command(ctx, args)
 
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.", Evaluations)
@@ -138,7 +148,7 @@ def _parameters(kind: str, job: type[Job]) -> Iterator[tuple[str, Any, Any]]:
     yield "out", Out, None
 
 
-for _kind in (*task_kinds(), *PROBES):
+for _kind in (*BUILT_IN, *PROBES):
     app.command(_kind, cls=EvaluationCommand)(command_of(_kind, JOBS.get(_kind, Job)))
 
 

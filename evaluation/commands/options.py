@@ -90,6 +90,8 @@ class EvaluationCommand(Command):
             if rank == "0":
                 print(f"error: {redact(str(error))}", file=sys.stderr)
             return 2
+        except BrokenPipeError:  # of `| head`: Typer exits without a message
+            raise
         except (OSError, RuntimeError) as error:
             message = redact(str(error))
             if distributed.is_lost_peer(error):

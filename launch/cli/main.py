@@ -123,17 +123,13 @@ class FinetuneCommand(Command):
     """`vlp finetune`; its help lists the tasks of plugins, too."""
 
     def get_help(self, ctx: Any) -> str:
-        """Return the help; `vlp --plugin` has imported plugins by now."""
-        self.params[0].help = _task_help()  # type: ignore[attr-defined]
+        """Return the help; plugins are imported by now."""
+        self.params[0].help = f"one of {', '.join(task_kinds())}"  # type: ignore[attr-defined]
         return super().get_help(ctx)
 
 
-def _task_help() -> str:
-    return f"one of {', '.join(task_kinds())}"
-
-
 def finetune(
-    task: Annotated[str, typer.Argument(metavar="TASK", help=_task_help())],
+    task: Annotated[str, typer.Argument(metavar="TASK")],
     config: Config,
     init_from: Annotated[
         str | None, Option("--from", metavar="DIR", help="model folder, same as init_from=DIR")
@@ -293,6 +289,8 @@ def _config_errors() -> Iterator[None]:
     """Raise ConfigError, which is printed as one line, for input that cannot be used."""
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, YAMLError) as error:
         raise ConfigError(str(error)) from error
 
@@ -323,8 +321,7 @@ def callback(
     ] = None,
 ) -> None:
     """Vision-language pretraining with the position embedding ACE-RPE."""
-    if plugin:
-        load_plugins(plugin)
+    load_plugins(plugin or ())  # also those of VLP_PLUGINS
 
 
 def _add(group: str, *functions: Callable[..., int]) -> None:

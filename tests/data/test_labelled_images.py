@@ -1,4 +1,5 @@
 import tarfile
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from vlp.data.labelled_images import open_labelled
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardWriter
+from vlp.data.stream.loader import LabelledImagesConfig
 from vlp.tasks.classification.data import LabelledDataConfig, LabelledSamples, labelled_data
+from vlp.tasks.detection.data import DetectionDataConfig
+from vlp.tasks.widgets.data import RicoScreensConfig
 
 CLASSES = ("blue", "red")
 COLOURS = {"blue": (0, 0, 255), "red": (255, 0, 0)}
@@ -200,3 +204,31 @@ def test_images_beside_class_folders_are_refused(tmp_path):
 )
 def test_boxes_belong_to_images_of_their_shape(upright, drawn_on, orientation, turn):
     assert turn_of(upright, drawn_on, orientation) == turn
+
+
+def coco(name):
+    return {"format": "coco", "annotations": name, "images": "images"}
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "train", "test"),
+    [
+        (LabelledImagesConfig, {}, "{0}", "{0}/."),
+        (LabelledImagesConfig, {}, "{0}", "{0}-link"),
+        (LabelledImagesConfig, {}, "{0}", "{0}/shard-000000.tar"),
+        (LabelledImagesConfig, {}, "{0}-link/0.tar", "{0}/0.tar"),
+        (RicoScreensConfig, {"hierarchies": "", "captions": ""}, "{0}/a.txt", "{0}/b/../a.txt"),
+        (DetectionDataConfig, {}, coco("a.json"), coco("./a.json")),
+        (DetectionDataConfig, {}, *({"format": "scenes", "count": count} for count in (9, 3))),
+    ],
+)
+def test_test_data_that_are_training_data_are_named(config, values, train, test, tmp_path):
+    (tmp_path / "train-link").symlink_to(tmp_path / "train")
+    paths = {"train": train, "test": test}
+    for key, path in paths.items():
+        paths[key] = path.format(tmp_path / "train") if isinstance(path, str) else path
+    with pytest.warns(UserWarning, match="the test data .* are training data"):
+        config.model_validate(values | paths)
+    other = f"{tmp_path}/training" if isinstance(test, str) else coco("b.json")
+    with warnings.catch_warnings(action="error"):
+        config.model_validate(values | paths | {"test": other})

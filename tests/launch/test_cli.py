@@ -181,6 +181,43 @@ def test_finetune_names_tasks_of_plugins_and_their_errors(tmp_path, monkeypatch,
     assert "broken.py: SyntaxError" in capsys.readouterr().err
 
 
+def vlp(*arguments, **options):
+    """Run a command in a process of its own."""
+    options["env"] = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(command, **{"capture_output": True} | options, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", ["config keys task", "evaluate vqa --help", "data stats gone"])
+def test_a_plugin_of_the_environment_that_fails_is_named_by_every_command(command, tmp_path):
+    (tmp_path / "broken.py").write_text("x = 1\ny = z")
+    ran = vlp(*command.split(), env={"VLP_PLUGINS": str(tmp_path / "broken.py")})
+    assert ran.returncode == 2
+    place = f"{tmp_path}/broken.py"
+    error = f"error: plugin {place}: NameError: name 'z' is not defined ({place}, line 2)\n"
+    assert ran.stderr == error
+
+
+@pytest.mark.parametrize("command", ["positions list", "config keys", "evaluate --help"])
+def test_a_reader_that_ends_ends_a_command_without_a_word(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = vlp(*command.split(), capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [("fine", "finetune"), ("evaluate ret", "retrieval"), ("data st", "stats")],
+)
+def test_the_shell_completes_names_of_commands(words, completed):
+    shell = {"_VLP_COMPLETE": "complete_bash", "COMP_WORDS": f"vlp {words}"}
+    ran = vlp(env=shell | {"COMP_CWORD": str(len(words.split()))})
+    assert completed in ran.stdout.split(), ran.stderr
+    assert "_VLP_COMPLETE=complete_bash" in vlp("--show-completion", "bash").stdout
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

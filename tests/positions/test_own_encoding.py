@@ -199,8 +199,11 @@ def test_a_hostile_list_of_plugins_is_refused(tmp_path, plugins):
     ("source", "message"),
     [
         (None, "plugin .*own_wrong.py: there is no such file"),
-        ("raise ValueError('no')", "plugin .*own_wrong.py: ValueError: no"),
-        ("import own_missing", "plugin .*own_wrong.py: ModuleNotFoundError"),
+        ("\n1 +", r"plugin .*own_wrong.py: SyntaxError: invalid syntax \(own_wrong.py, line 2\)$"),
+        ("def f():\n raise ValueError('a\\nb')\nf()", r": ValueError: a b \(.*wrong.py, line 2\)$"),
+        ("import json\njson.loads('{')", r": JSONDecodeError: .*\(/.*/own_wrong.py, line 2\)$"),
+        ("import own_missing", r"plugin .*own_wrong.py: ModuleNotFoundError.*line 1\)$"),
+        ("import sys\nsys.exit(0)", r"plugin .*own_wrong.py: SystemExit: 0 \(.*line 2\)$"),
     ],
 )
 def test_plugins_that_fail_are_named(tmp_path, source, message):

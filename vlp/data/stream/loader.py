@@ -7,16 +7,18 @@ import multiprocessing
 import os
 import signal
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, repeat, takewhile
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
@@ -369,6 +371,15 @@ class MapDatasetConfig(Config):
     )
 
 
+def warn_of_training_data(train: str, test: str) -> None:
+    """Warn of test data that are the training data, or lie in their folder."""
+    if Path(os.path.realpath(test)).is_relative_to(os.path.realpath(train)):
+        warnings.warn(
+            f"the test data {test} are training data: figures say nothing about other data",
+            stacklevel=2,
+        )
+
+
 class LabelledImagesConfig(MapDatasetConfig):
     """Training and test images with classes: any source of `vlp.data.labelled_images`."""
 
@@ -384,6 +395,11 @@ class LabelledImagesConfig(MapDatasetConfig):
         None, min_length=1, description="class names in order; required for shards alone"
     )
     limit: int | None = Field(None, ge=1, description="images of `train`, drawn once")
+
+    @model_validator(mode="after")
+    def _warn_of_training_data(self) -> LabelledImagesConfig:
+        warn_of_training_data(self.train, self.test)
+        return self
 
 
 class IndexedSamples(Dataset[Any]):

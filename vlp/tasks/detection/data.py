@@ -37,7 +37,7 @@ from vlp.data.limits import MAX_ARCHIVE_MEMBERS
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import Member, read_members
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import MapDatasetConfig, RngFactory
+from vlp.data.stream.loader import MapDatasetConfig, RngFactory, warn_of_training_data
 from vlp.io import parse_json
 from vlp.scenes.graph import SHAPES
 from vlp.scenes.render import render
@@ -472,6 +472,13 @@ class DetectionDataConfig(NormalisationConfig, MapDatasetConfig):
                     f"size {size} must be at least `multiple` {self.multiple} and at most "
                     f"`longest` {self.longest}"
                 )
+        train, test = (
+            source.annotations
+            if isinstance(source, CocoSource)
+            else f"scenes {source.split}, seed {source.seed}"
+            for source in (self.train, self.test)
+        )
+        warn_of_training_data(train, test)
         return self
 
 

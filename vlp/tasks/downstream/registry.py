@@ -6,7 +6,7 @@ A new task is at most four files:
    `Downstream` and `build`, which calls `register_task`;
 2. `evaluation/downstream/MINE.py` with its `TaskEvaluation` (see
    `evaluation.downstream.task_evaluation`);
-3. a line in `_BUILT_IN`, or in another package an entry point of the group `vlp.tasks`, which names
+3. a line in `BUILT_IN`, or in another package an entry point of the group `vlp.tasks`, which names
    the module that registers task and evaluation;
 4. a configuration file of its fine-tuning.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Kind -> (folder of `vlp.tasks` and module of `evaluation.downstream`, summary). `get_task` imports
 # a module on first use, so that the command line starts without PyTorch.
-_BUILT_IN = {
+BUILT_IN = {
     "retrieval": ("retrieval", "image-text retrieval (Flickr30K, COCO)"),
     "snli_ve": ("pair_classification", "visual entailment (SNLI-VE)"),
     "nlvr2": ("pair_classification", "statements about images (NLVR2, NLVR v1)"),
@@ -81,23 +81,23 @@ def register_task(task: DownstreamTask) -> None:
 def task_kinds() -> tuple[str, ...]:
     """Return the kinds of all tasks: built-in, of installed packages and of plugins."""
     load_plugins()
-    return tuple(dict.fromkeys((*_BUILT_IN, *_entry_points(), *_registered)))
+    return tuple(dict.fromkeys((*BUILT_IN, *_entry_points(), *_registered)))
 
 
 def task_summary(kind: str) -> str:
     """Return a phrase that describes a kind of task in `--help`; ValueError if unknown."""
-    if kind in _BUILT_IN:
-        return _BUILT_IN[kind][1]
+    if kind in BUILT_IN:
+        return BUILT_IN[kind][1]
     return get_task(kind).card.purpose
 
 
 def get_task(kind: str) -> DownstreamTask:
     """Return the task of a kind, importing its module on first use; ValueError if unknown."""
     if kind not in _registered:
-        if kind not in _BUILT_IN:
+        if kind not in BUILT_IN:
             load_plugins()
-        if kind in _BUILT_IN:
-            import_module(f"vlp.tasks.{_BUILT_IN[kind][0]}.task")
+        if kind in BUILT_IN:
+            import_module(f"vlp.tasks.{BUILT_IN[kind][0]}.task")
         elif kind in _entry_points():
             import_module(_entry_points()[kind])
     if kind not in _registered:
@@ -107,7 +107,7 @@ def get_task(kind: str) -> DownstreamTask:
 
 def task_module(kind: str) -> str:
     """Return the folder in `vlp.tasks` of a built-in task, "" for any other."""
-    return _BUILT_IN[kind][0] if kind in _BUILT_IN else ""
+    return BUILT_IN[kind][0] if kind in BUILT_IN else ""
 
 
 @cache

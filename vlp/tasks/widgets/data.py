@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,13 @@ from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import read_files
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
+from vlp.data.stream.loader import (
+    MapDatasetConfig,
+    OrderedData,
+    RngFactory,
+    indexed_data,
+    warn_of_training_data,
+)
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.io import parse_json
@@ -59,6 +65,11 @@ class RicoScreensConfig(Config):
     )
     test: str = Field(description="file of the screen ids to evaluate on")
     nodes: NodesField = "all"
+
+    @model_validator(mode="after")
+    def _warn_of_training_data(self) -> RicoScreensConfig:
+        warn_of_training_data(self.train, self.test)
+        return self
 
 
 AnyScreensConfig = GeneratedScreensConfig | RicoScreensConfig
