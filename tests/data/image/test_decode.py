@@ -147,6 +147,9 @@ def test_exif_orientation_is_applied_once(kind, orientation):
     assert image.size == expected.size == ((20, 16) if orientation < 5 else (16, 20))
     assert image.tobytes() == expected.convert("RGB").tobytes()
     assert ImageOps.exif_transpose(image).tobytes() == image.tobytes()
+    opened = EncodedImage(data, "x")
+    assert opened.size == opened.image().size == image.size
+    assert torch.equal(opened.decode(), pil_to_tensor(image))
 
 
 @pytest.mark.parametrize("turn", [1, 6])
@@ -357,22 +360,6 @@ def test_other_formats_are_decoded_by_pillow_at_full_size(kind):
     for least in ((0, 0), (5, 5)):
         decoded = EncodedImage(data, "x").decode(least)
         assert torch.equal(decoded, pil_to_tensor(decode_image(data, "x")))
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_size_and_pixels_are_of_the_upright_image(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(blobs(0, (64, 40)), exif=exif)
-    upright = decode_image(data, "x")
-    jpeg = EncodedImage(data, "x")
-    assert jpeg.size == upright.size
-    assert jpeg.image().tobytes() == upright.tobytes()
-    for least in ((0, 0), (4, 4)):
-        width, height = upright.size
-        rows, columns = jpeg.decode(least).shape[1:]
-        assert columns / rows == pytest.approx(width / height, rel=0.1)
-    assert torch.equal(jpeg.decode(), pil_to_tensor(upright))
 
 
 @settings(max_examples=60, deadline=None)

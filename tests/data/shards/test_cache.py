@@ -197,18 +197,14 @@ def together(work, *arguments):
     assert [child.exitcode for child in children] == [0] * 4
 
 
-def test_processes_fetch_each_shard_once(server, tmp_path):
+def test_processes_share_a_large_and_a_small_cache(server, tmp_path):
     files = [file_of(server, number) for number in range(5)]
-    together(_fetch_in_any_order, tmp_path / "cache", MB, files)
+    together(_fetch_in_any_order, tmp_path / "large", MB, files)
     assert [server.asked[file.name] for file in files] == [1] * 5
-    assert not list((tmp_path / "cache").glob("*/*.part"))
-
-
-def test_processes_share_a_cache_that_is_too_small(server, tmp_path):
-    files = [file_of(server, number) for number in range(5)]
+    assert not list((tmp_path / "large").glob("*/*.part"))
     limit = room_for(server, 0, 1) + 100
-    together(_fetch_in_any_order, tmp_path / "cache", limit, files)
-    assert on_disk(tmp_path / "cache") <= limit
+    together(_fetch_in_any_order, tmp_path / "small", limit, files)
+    assert on_disk(tmp_path / "small") <= limit
 
 
 def test_files_renamed_during_a_count_are_counted(server, tmp_path, monkeypatch):

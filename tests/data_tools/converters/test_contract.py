@@ -143,20 +143,16 @@ def instance(number, image, *box):
 
 
 CASES = {
-    "flickr8k": Case(
-        "--annotations RAW/toy.json --images RAW/images",
-        {"toy.json": {"dataset": "toy", "images": KARPATHY}, **KARPATHY_FILES},
-        KARPATHY_SAMPLES,
-        KARPATHY_FAULTS,
-        "val",
-    ),
-    "flickr30k": Case(
-        "--annotations RAW/toy.json --images RAW/images",
-        {"toy.json": {"dataset": "flickr30k", "images": KARPATHY}, **KARPATHY_FILES},
-        KARPATHY_SAMPLES,
-        KARPATHY_FAULTS,
-        "val",
-    ),
+    **{
+        name: Case(
+            "--annotations RAW/toy.json --images RAW/images",
+            {"toy.json": {"dataset": name, "images": KARPATHY}, **KARPATHY_FILES},
+            KARPATHY_SAMPLES,
+            KARPATHY_FAULTS,
+            "val",
+        )
+        for name in ("flickr8k", "flickr30k")
+    },
     "coco": Case(
         "--annotations RAW/captions_toy.json --images RAW/images",
         {
