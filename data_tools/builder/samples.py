@@ -107,13 +107,7 @@ def _visible_form(character: str) -> str:
 _COMMENT = re.compile(r"^#(?:\s|$)|\s#")
 _FOLDER_HEADING = re.compile("# of (.+):")
 
-
-class Line(NamedTuple):
-    """A line of a take-down list: the key of a sample to leave out, and the reason."""
-
-    folder: Path
-    key: str
-    reason: str
+Line = tuple[Path, str, str]  # of a take-down list: folder and key of a sample, reason
 
 
 class TakeDown:
@@ -162,10 +156,10 @@ def write_list(path: Path, heading: str, lines: Iterable[Line], folders: Iterabl
         file.write(f"# {heading}\n".encode())
         # A heading for a folder without lines, too: `TakeDown.read` gives others all lines.
         file.writelines(f"# of {name}:\n".encode() for name in dict.fromkeys(folders))
-        for line in lines:
-            if line.folder != folder:
-                folder = line.folder
+        for line_folder, key, reason in lines:
+            if line_folder != folder:
+                folder = line_folder
                 file.write(f"# of {folder}:\n".encode())
-            file.write(f"# {line.reason}\n{line.key}\n".encode())
+            file.write(f"# {reason}\n{key}\n".encode())
             count += 1
     return count

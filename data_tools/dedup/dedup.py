@@ -77,7 +77,7 @@ def _drop_lines(
     for dropped, original, exact, count in zip(drops.dropped, drops.originals, is_exact, bits):
         relation = "the same bytes as" if exact else f"like ({count} bits of 64)"
         reason = f"{relation} {keys[original]} of {images.shards[images.shard[original]]}"
-        yield Line(images.shards[images.shard[dropped]].folder, keys[dropped], reason)
+        yield images.shards[images.shard[dropped]].folder, keys[dropped], reason
 
 
 def _warn_of_shared_keys(images: HashedImages, is_dropped: NDArray[np.bool_]) -> None:
@@ -216,7 +216,7 @@ def _match_lines(
         shard = evaluation_images.shards[evaluation_images.shard[image]]
         ways = ", ".join(text for way, text in WAYS.items() if match["ways"] & way)
         reason = f"{evaluation_keys[image]} of {shard}: {ways}"
-        yield Line(images.shards[images.shard[match["pretraining"]]].folder, key, reason)
+        yield images.shards[images.shard[match["pretraining"]]].folder, key, reason
 
 
 def _print_counts(

@@ -553,17 +553,13 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 def _remove_unused(path: str) -> bool:
     """Remove a file and return True, unless it is being read or downloaded."""
-    try:
+    with suppress(FileNotFoundError):
         handle = os.open(path, os.O_RDONLY | _FLAGS)
-    except FileNotFoundError:
-        return True
-    try:
-        flock(handle, LOCK_EX | LOCK_NB)
-        os.unlink(path)
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        return True
-    finally:
-        os.close(handle)
+        try:
+            flock(handle, LOCK_EX | LOCK_NB)
+            os.unlink(path)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(handle)
     return True
