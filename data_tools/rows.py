@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import zlib
@@ -232,7 +233,7 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 return
         with gzip.open(path) as unzipped:
-            yield _LimitedGzip(unzipped, path)  # type: ignore[misc]
+            yield io.BufferedReader(_LimitedGzip(unzipped, path))
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ConfigError(
             f"{display_path(path)}: a damaged gzip file ({error}); download it again"
@@ -241,25 +242,21 @@ def _open(path: Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{display_path(path)}: cannot be read ({error.strerror})") from error
 
 
-class _LimitedGzip:
+class _LimitedGzip(io.RawIOBase):
     """A gzip file that raises a ConfigError where it unpacks to too many bytes."""
 
     def __init__(self, file: gzip.GzipFile, path: Path) -> None:
         self._file, self._path, self._remaining = file, path, max_unpacked_bytes(path)
 
-    def read(self) -> bytes:
-        """Return all bytes."""
-        return self._count(self._file.read(self._remaining + 1))
+    def readable(self) -> bool:
+        return True
 
-    def __iter__(self) -> Iterator[bytes]:
-        while line := self._file.readline(self._remaining + 1):
-            yield self._count(line)
-
-    def _count(self, data: bytes) -> bytes:
-        self._remaining -= len(data)
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._file.readinto(buffer)
+        self._remaining -= count
         if self._remaining < 0:
             raise ConfigError(f"{display_path(self._path)}: {TOO_MUCH}")
-        return data
+        return count
 
 
 def raw_lines(path: Path) -> Iterator[bytes]:
@@ -276,40 +273,36 @@ _AFTER_ROW = re.compile(r"\s*[,\]]")
 def streamed_list(path: Path, faults: Faults) -> Iterator[LocatedRow]:
     """Yield the rows of a JSON file's list, as `json_rows` does, with little memory."""
     decoder = json.JSONDecoder()
-    try:
-        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-            text = file.read(CHARACTERS)
-            start, number = _skip_separators(text, 0), 0
-            if text[start : start + 1] != "[":
+    name = display_path(path)
+    with _open(path) as stream:
+        file = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
+        text = file.read(CHARACTERS)
+        start, number = _skip_separators(text, 0), 0
+        if text[start : start + 1] != "[":
+            raise ConfigError(f"{name}: this should be a list; is it the right file?")
+        start += 1
+        while True:
+            start = _skip_separators(text, start)
+            if text[start : start + 1] == "]":
+                return
+            try:
+                row, end = decoder.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                end = len(text)  # the row continues in the next block, or is damaged
+            # Only the character after a number shows that its digits are complete.
+            if _AFTER_ROW.match(text, end):
+                number += 1
+                where = f"{name}, row {number}"
+                yield where, _check_streamed_row(row, text[start:end], where, faults)
+                start = end
+                continue
+            # Doubling the buffer keeps the time for a long row linear.
+            block = file.read(max(CHARACTERS, len(text) - start))
+            if not block:
                 raise ConfigError(
-                    f"{display_path(path)}: this should be a list; is it the right file?"
+                    f"{name}: damaged or truncated after row {number}; download it again"
                 )
-            start += 1
-            while True:
-                start = _skip_separators(text, start)
-                if text[start : start + 1] == "]":
-                    return
-                try:
-                    row, end = decoder.raw_decode(text, start)
-                except (ValueError, RecursionError):
-                    end = len(text)  # the row continues in the next block, or is damaged
-                # Only the character after a number shows that its digits are complete.
-                if _AFTER_ROW.match(text, end):
-                    number += 1
-                    where = f"{display_path(path)}, row {number}"
-                    yield where, _check_streamed_row(row, text[start:end], where, faults)
-                    start = end
-                    continue
-                # Doubling the buffer keeps the time for a long row linear.
-                block = file.read(max(CHARACTERS, len(text) - start))
-                if not block:
-                    raise ConfigError(
-                        f"{display_path(path)}: damaged or truncated after row {number}; download "
-                        "it again"
-                    )
-                text, start = text[start:] + block, 0
-    except OSError as error:
-        raise ConfigError(f"{display_path(path)}: cannot be read ({error.strerror})") from error
+            text, start = text[start:] + block, 0
 
 
 def _check_streamed_row(row: Any, source: str, where: str, faults: Faults) -> Any:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from fcntl import LOCK_EX, LOCK_NB, flock
 from pathlib import Path
@@ -28,7 +28,7 @@ WAIT_SECONDS = 30.0
 # ends with the process and its forks. Other machines may not see `flock` on a shared disk: for them
 # a thread touches the file. A process writes its file before it looks for others, so that at most
 # one of two processes that start at once continues.
-class FolderLock:
+class FolderLock(AbstractContextManager["FolderLock"]):
     """Exclusive right to write a folder: `with FolderLock(folder): ...`; ConfigError if taken.
 
     A missing folder is made, and removed with the lock if it is still empty. prefix: start of lock
@@ -69,9 +69,6 @@ class FolderLock:
                 self._file = None
             if self._is_new_folder:
                 self.folder.rmdir()
-
-    def __enter__(self) -> FolderLock:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.release()

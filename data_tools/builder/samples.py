@@ -11,7 +11,6 @@ from html.entities import html5
 from pathlib import Path
 from typing import NamedTuple
 
-from data_tools.options import MAX_WORDS
 from vlp.config import ConfigError
 from vlp.data.schema import Annotation, captions_of
 from vlp.io import atomic_write
@@ -68,7 +67,7 @@ def _decode_entity(entity: re.Match[str]) -> str:
     return html.unescape(entity[0]) if name[0] == "#" or name in html5 else entity[0]
 
 
-def drop_reason(caption: str, max_words: int = MAX_WORDS) -> str | None:
+def drop_reason(caption: str, max_words: int) -> str | None:
     """Return `EMPTY`, `LINK` or `LONG` for a cleaned caption to drop, None for a usable one."""
     if not any(map(str.isalnum, caption)):
         return EMPTY
@@ -80,7 +79,7 @@ def drop_reason(caption: str, max_words: int = MAX_WORDS) -> str | None:
 
 
 def clean_captions(
-    texts: Iterable[str | None], key: str, max_words: int = MAX_WORDS
+    texts: Iterable[str | None], key: str, max_words: int
 ) -> tuple[list[str], list[Fault]]:
     """Return an image's cleaned captions, and a Fault with id `KEY/caption N` per dropped one."""
     captions, dropped = [], []

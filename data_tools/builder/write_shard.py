@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from io import BytesIO
 from itertools import count, repeat
 from pathlib import Path
@@ -340,7 +341,7 @@ def require_build_shards(folder: Path, has_build: bool) -> None:
             )
 
 
-class Journal:
+class Journal(AbstractContextManager["Journal"]):
     """Records of a folder's finished shards, a JSON line each; use it as a context, under a lock.
 
     The bytes of shards depend on the samples and on `settings` alone.
@@ -377,9 +378,6 @@ class Journal:
             file.write(_line({"settings": self._settings}))
             file.writelines(_line(self.records[number].model_dump()) for number in range(shards))
         self._file.close()
-
-    def __enter__(self) -> Journal:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._file.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from vlp.config import ConfigError
@@ -20,7 +20,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.tar"
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writer of numbered shards: `with ShardWriter(folder) as writer: writer.write(...)`.
 
     A shard is renamed when complete, and the index is written on a clean exit. A later run resumes
@@ -91,9 +91,6 @@ class ShardWriter:
         self._captions.append(len(captions_of(annotation)))
         if len(self._captions) == self.samples_per_shard:
             self._finish_shard(self._output)
-
-    def __enter__(self) -> ShardWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
