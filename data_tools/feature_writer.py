@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -124,52 +125,48 @@ class Views(NamedTuple):
     checksums: Tensor  # (samples,): CRC-32 of the encoded images, 0 where they cannot be read
 
 
+@dataclass(frozen=True)
 class ViewBlocks(Dataset[Views]):
     """Map-style dataset of views by block; augmentation depends on the seed and the sample."""
 
-    def __init__(
-        self,
-        header: FeatureHeader,
-        sources: Sequence[ShardIndex],
-        blocks: Sequence[SampleBlock],
-        transform: TrainTransform,
-    ) -> None:
-        self._header, self._sources, self._blocks = header, sources, blocks
-        self._transform = transform
+    header: FeatureHeader
+    sources: Sequence[ShardIndex]
+    blocks: Sequence[SampleBlock]
+    transform: TrainTransform
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self.blocks)
 
     def __getitem__(self, number: int) -> Views:
         """Return the views of a block."""
-        block, views = self._blocks[number], self._header.views
+        block, views = self.blocks[number], self.header.views
         codes = torch.full((len(block.samples), views), PLAIN, dtype=torch.uint8)
         checksums = torch.zeros(len(block.samples), dtype=torch.int64)
         pixels = []
         for row, sample in enumerate(block.samples):
             try:
-                raw = self._sources[block.source].read(block.shard, sample)
+                raw = self.sources[block.source].read(block.shard, sample)
                 checksums[row] = zlib.crc32(raw.image)
                 view_pixels, flipped = self._views(block, sample, raw)
             except BadSample as bad:
-                codes[row] = BAD + self._header.kinds.index(bad.kind)
+                codes[row] = BAD + self.header.kinds.index(bad.kind)
                 continue
             pixels.append(view_pixels)
             codes[row, flipped] = FLIPPED
-        side = self._header.image_size
+        side = self.header.image_size
         empty = torch.empty(0, views, 3, side, side, dtype=torch.uint8)
         return Views(torch.stack(pixels) if pixels else empty, codes, checksums)
 
     def _views(self, block: SampleBlock, sample: int, raw: RawSample) -> tuple[Tensor, list[int]]:
         """Return a sample's pixels (views, 3, side, side), and the indices of flipped views."""
-        header, shard = self._header, self._sources[block.source].shards[block.shard].name
+        header, shard = self.header, self.sources[block.source].shards[block.shard].name
         image = EncodedImage(raw.image, raw.where)
-        pixels = [pil_to_tensor(self._transform.preprocessing.squash(image.image()))]
+        pixels = [pil_to_tensor(self.transform.preprocessing.squash(image.image()))]
         flipped = []
         name = f"{header.sources[block.source].index}:{shard}:{sample}"
         for view in range(1, header.views):
             rng = make_rng(header.seed, view, name, "features")
-            augmented, is_flipped = self._transform.view(image, rng, may_flip=True)
+            augmented, is_flipped = self.transform.view(image, rng, may_flip=True)
             pixels.append(augmented)
             flipped += [view] if is_flipped else []
         return torch.stack(pixels), flipped
@@ -180,20 +177,16 @@ Tower = Callable[[Tensor], Tensor]  # normalised (B, views, 3, S, S) to (B, view
 ShardId = tuple[int, int]  # (source, shard)
 
 
+@dataclass(frozen=True)
 class FeatureWriter:
     """Writer of a feature folder's missing shards; the tower is on `device`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        header: FeatureHeader,
-        tower: Tower,
-        device: torch.device,
-        sources: Sequence[ShardIndex],
-        transform: TrainTransform,
-    ) -> None:
-        self.folder, self.header, self.tower, self.device = folder, header, tower, device
-        self.sources, self.transform = sources, transform
+    folder: Path
+    header: FeatureHeader
+    tower: Tower
+    device: torch.device
+    sources: Sequence[ShardIndex]
+    transform: TrainTransform
 
     def write(self, batch: int, workers: int) -> tuple[int, int]:
         """Write the missing shards with all ranks; return their samples, and the bad among them.

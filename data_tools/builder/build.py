@@ -27,7 +27,6 @@ from data_tools.builder.write_shard import (
     Record,
     make_shard,
     require_build_shards,
-    temporary_path,
 )
 from data_tools.options import BuildOptions
 from data_tools.originals import Originals, unpack_archives
@@ -88,8 +87,8 @@ def build_in_steps(
             with bar:
                 # Shards are independent, so they are published in the order they finish.
                 results = options.workers().map(make_shard, chain(first, jobs), ordered=False)
-                for record, process in results:
-                    _publish(journal, record, process)
+                for record, path in results:
+                    _publish(journal, record, path)
                     bar.update(record.wanted)
                 bar.update(plan.num_unchanged - initial)
             journal.finish(plan.num_shards)
@@ -132,8 +131,7 @@ def _move_earlier_build(out: Path, build_settings: Mapping[str, Any]) -> None:
     write_text(folder / marker, json.dumps(build_settings))
 
 
-def _publish(journal: Journal, record: Record, process: int) -> None:
-    unfinished = temporary_path(journal.folder, record.number, process)
+def _publish(journal: Journal, record: Record, unfinished: Path) -> None:
     path = journal.folder / record.name
     # Delete the index before the shard changes. Its sizes may still fit: tars are padded to 10 KiB.
     (journal.folder / INDEX_NAME).unlink(missing_ok=True)

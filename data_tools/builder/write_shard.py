@@ -188,16 +188,10 @@ class ShardJob(NamedTuple):
         return shard_name(self.number)
 
 
-def temporary_path(folder: Path, number: int, process: int) -> Path:
-    """Return the path of a shard until it is finished; each process has its own."""
-    return folder / f"{shard_name(number)}.{process}.tmp"
-
-
-def make_shard(job: ShardJob) -> tuple[Record, int]:
-    """Write a shard to `temporary_path`; returns its record and the process id in the path."""
-    # A cluster may run a job twice at once, if it believes the first worker lost.
-    process = os.getpid()
-    path = temporary_path(job.folder, job.number, process)
+def make_shard(job: ShardJob) -> tuple[Record, Path]:
+    """Write a shard under a temporary name; returns its record and its path."""
+    # With the process, as a cluster may run a job twice at once, if it believes a worker lost.
+    path = job.folder / f"{shard_name(job.number)}.{os.getpid()}.tmp"
     failures: dict[str, list[str]] = defaultdict(list)
     samples = captions = 0
     earlier = _EarlierShard(job)
@@ -234,7 +228,7 @@ def make_shard(job: ShardJob) -> tuple[Record, int]:
         sha256=digest if samples else "",
         failures=dict(sorted(failures.items())),
     )
-    return record, process
+    return record, path
 
 
 class _EarlierShard:

@@ -24,7 +24,6 @@ from vlp.data.shards.sample_files import BadSample
 
 TRUTH = {"true": True, "false": False}
 LABELS = ("entailment", "neutral", "contradiction")
-NO_CONSENSUS = "-"
 
 # Box i of permutation k is box PERMUTATIONS[k][i] of permutation 0.
 PERMUTATIONS = tuple(itertools.permutations(range(3)))
@@ -233,7 +232,7 @@ def _snli_ve_samples(paths: Sequence[Path], faults: Faults) -> Iterator[SampleSp
         for pair in parse_rows(json_lines(path, faults), _SnliVeRow, faults):
             if pair.pairID in pair_ids:
                 faults.append(Fault("pairID given twice", pair.pairID))
-            elif pair.gold_label == NO_CONSENSUS:
+            elif pair.gold_label == "-":
                 faults.append(Fault("no gold label", pair.pairID))
             elif pair.gold_label not in LABELS:
                 faults.append(Fault("unknown label", f"{pair.pairID} ({pair.gold_label})"))

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -476,34 +476,30 @@ def hub_form(
     if columns.split is None:
         require_splits(dict.fromkeys(parts), place, "choose others with --splits")
 
-    def rows() -> Iterator[UserImage]:
-        for split, part in parts.items():
-            stream = iter(part.select_columns(columns.names))
-            features = datasets.Features(features_by_split[split]).to_dict()
-            for number in count():
-                where = f"{place}, {split}, row {number + 1}"
-                try:
-                    row = with_class_names(next(stream), features)
-                except StopIteration:
-                    break
-                except Exception as error:  # of the network or the files
-                    raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
-                try:
-                    captions = _texts_of(row, columns.captions)
-                    value = _read_bytes(row[columns.image], name)
-                    image = add_image(value, f"{split}-{number:08d}", tree)
-                except (BadSample, OSError) as error:
-                    faults.append(Fault(getattr(error, "kind", "missing image"), where))
-                    continue
-                if image is None:
-                    faults.append(Fault("row without one image", where))
-                    continue
-                row_split = row[columns.split] if columns.split else split
-                yield UserImage(image, captions, split_name(row_split))
+    def rows(split: str, names: Sequence[str]) -> Iterator[LocatedRow]:
+        stream = iter(parts[split].select_columns(list(names)))
+        features = datasets.Features(features_by_split[split]).to_dict()
+        for number in count(1):
+            where = f"{place}, {split}, row {number}"
+            try:
+                row = with_class_names(next(stream), features)
+            except StopIteration:
+                return
+            except Exception as error:  # of the network or the files
+                raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
+            try:
+                row[columns.image] = _read_bytes(row[columns.image], name)
+            except (BadSample, OSError) as error:
+                faults.append(Fault(getattr(error, "kind", "missing image"), where))
+                continue
+            yield where, row
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
     notes = [f"{place}: {columns.describe(column_names)}"]
-    return Form(title, notes, rows(), covers_all_images=False)
+    tables = {split: UserTable(column_names, partial(rows, split)) for split in parts}
+    matches = [_TableMatch(table, columns, split, split) for split, table in tables.items()]
+    images = _table_images(matches, tree, faults, None)
+    return Form(title, notes, images, covers_all_images=False)
 
 
 def _without_decoding(part: Any, datasets: Any) -> Any:

@@ -149,7 +149,6 @@ PLAIN, FLIPPED, BAD = 0, 1, 2
 
 # NumPy has no bfloat16: its bits are stored.
 FILE_DTYPES: dict[str, np.dtype] = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
-CODE_DTYPE: np.dtype = np.dtype("u1")
 CHECKSUM_DTYPE: np.dtype = np.dtype("<u4")
 
 _MAX_OPEN_FILES = 128
@@ -282,7 +281,7 @@ def layouts(header: FeatureHeader, samples: int) -> list[tuple[np.dtype, tuple[i
     """Return dtype and shape of the files of a shard, in the order of `file_paths`."""
     views = samples, header.views
     features = FILE_DTYPES[header.dtype], (*views, header.tokens, header.width)
-    return [features, (CODE_DTYPE, views), (CHECKSUM_DTYPE, (samples,))]
+    return [features, (np.dtype("u1"), views), (CHECKSUM_DTYPE, (samples,))]
 
 
 def is_complete(header: FeatureHeader, paths: Sequence[Path], samples: int) -> bool:

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat, takewhile
 from pathlib import Path
@@ -99,58 +100,55 @@ class BatchRequest(NamedTuple):
     prefetch: list[tuple[int, int]]
 
 
+@dataclass(frozen=True)
 class ShardAwareBatchSampler:
     """Batch sampler of a rank's requests; `fetchers` workers share the prefetching, 0: none."""
 
-    def __init__(
-        self,
-        sampler: TrainingSampler,
-        batch: int,
-        consumed: int,
-        rank: int,
-        world_size: int,
-        stop_after: int | None,
-        fetchers: int,
-    ) -> None:
-        self._sampler, self._batch, self._consumed = sampler, batch, consumed
-        self._rank_and_size = rank, world_size
-        self._stop_after, self._fetchers = stop_after, fetchers
+    sampler: TrainingSampler
+    batch: int
+    consumed: int
+    rank: int
+    world_size: int
+    stop_after: int | None
+    fetchers: int
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        batches = self._sampler.global_batches(self._consumed, self._batch)
-        prefetch_lists = self.prefetch_lists() if self._fetchers else repeat(list[Any]())
-        for batch, prefetch in zip(islice(batches, self._stop_after), prefetch_lists):
-            rows = self._sampler.rows(batch.epoch, batch.start, self._batch, *self._rank_and_size)
-            yield BatchRequest([Request(batch.epoch, index) for index in rows], prefetch)
+        batches = self.sampler.global_batches(self.consumed, self.batch)
+        prefetch_lists = self.prefetch_lists() if self.fetchers else repeat(list[Any]())
+        for batch, prefetch in zip(islice(batches, self.stop_after), prefetch_lists):
+            indices = self.sampler.rows(
+                batch.epoch, batch.start, self.batch, self.rank, self.world_size
+            )
+            yield BatchRequest([Request(batch.epoch, index) for index in indices], prefetch)
 
     def prefetch_lists(self) -> Iterator[list[tuple[int, int]]]:
         """Yield each batch's shards to prefetch; a unit's shards are spread over batches."""
         waiting: deque[tuple[int, int]] = deque()
         last_unit, per_batch = (-1, 0), 0
-        for batch in self._sampler.global_batches(self._consumed, self._batch):
+        for batch in self.sampler.global_batches(self.consumed, self.batch):
             if not waiting:
                 per_batch = 0
             for unit in self._units(batch):
                 if unit > last_unit:
-                    waiting.extend(self._sampler.shards_of_unit(*unit, *self._rank_and_size))
+                    waiting.extend(self.sampler.shards_of_unit(*unit, self.rank, self.world_size))
                     last_unit = unit
             # Workers get batches in turn, so that all of them fetch an equal part.
-            per_batch = max(per_batch, -(-len(waiting) // self._fetchers))
+            per_batch = max(per_batch, -(-len(waiting) // self.fetchers))
             yield [waiting.popleft() for _ in range(min(per_batch, len(waiting)))]
 
     def _units(self, batch: GlobalBatch) -> list[tuple[int, int]]:
         """Return (epoch, number) of the prefetch units that a batch reads, and of the next one."""
-        end = batch.start + self._batch // self._sampler.streams
-        length = self._sampler.prefetch_unit
-        stop = min(-(-end // length), self._sampler.units_in_epoch(batch.epoch))
+        end = batch.start + self.batch // self.sampler.streams
+        length = self.sampler.prefetch_unit
+        stop = min(-(-end // length), self.sampler.units_in_epoch(batch.epoch))
         units = [(batch.epoch, number) for number in range(batch.start // length, stop)]
         return [*units, self._next_unit(*units[-1])]
 
     def _next_unit(self, epoch: int, number: int) -> tuple[int, int]:
-        if number + 1 < self._sampler.units_in_epoch(epoch):
+        if number + 1 < self.sampler.units_in_epoch(epoch):
             return epoch, number + 1
         epoch += 1
-        while not self._sampler.samples_in_epoch(epoch):
+        while not self.sampler.samples_in_epoch(epoch):
             epoch += 1
         return epoch, 0
 
