@@ -60,9 +60,9 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
         grad_cache=training.grad_cache,
     )
     require_frozen_tower(data.features, task.model)
-    require_padding(task.model.text_encoder.tower, data.text.pad_id)
+    require_padding(task.model.text_encoder.tower, data.tokenizer.pad_id)
     for weights in filter(None, (config.model.text.weights, config.init_from)):
-        data.text.require_same_ids(weights)
+        data.tokenizer.require_same_ids(weights)
     if distributed.rank() == 0:
         for report in task.weight_reports:
             print(report, flush=True)
@@ -103,7 +103,7 @@ def build_validation(
     task.to(distributed.default_device())
     # With ZeRO-3 a rank holds a part of the parameters: validate a copy with all of them.
     full_model = copy.deepcopy(task.model) if shards_parameters(training) else None
-    loaded = Loaded(full_model or task.model, data.text, data.preprocessing)
+    loaded = Loaded(full_model or task.model, data.tokenizer, data.preprocessing)
 
     def validate(
         parameters: Parameters, limit: int = _RECALL_SAMPLES, batches: int = _LOSS_BATCHES

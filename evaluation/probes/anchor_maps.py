@@ -198,7 +198,7 @@ def _encode_caption(loaded: Loaded, sample: CaptionedSample, device: torch.devic
 
 def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tensor:
     """Return 1 where a patch anchors a token in a channel group, else 0: (N, G, rows, columns)."""
-    paths = model.anchors(image, text)
+    paths = model.anchor_paths(image, text)
     # Without ACE-RPE, or with constant paths: the similarities that ACE-RPE would compute.
     if paths is not None and "anchor" in model.config.cross.position:
         similarity = paths.similarity[0]
@@ -211,7 +211,7 @@ def _anchors(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> Tenso
 
 def _paths(model: VLPModel, image: ImageFeatures, text: TextFeatures) -> tuple[Tensor, Tensor]:
     """Return `path` and `reachable`, each (N, G, rows, columns); G = 0 without ACE-RPE."""
-    paths = model.anchors(image, text)
+    paths = model.anchor_paths(image, text)
     if paths is None:
         empty = torch.zeros(text.tokens.shape[1], 0, *model.config.image.grid)
         return empty, empty.bool()

@@ -461,7 +461,7 @@ def _score_samples(
         if "anchor" in model.config.cross.position:
             captions = torch.arange(len(sample.captions), device=device)
             pairs = PairIndices(captions, torch.full_like(captions, row))
-            paths = model.anchors(images, texts, pairs)
+            paths = model.anchor_paths(images, texts, pairs)
             assert paths is not None
             sums += anchor_sums(
                 paths.similarity,

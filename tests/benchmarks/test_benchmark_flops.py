@@ -31,7 +31,7 @@ def run(model, pairs):
 
     text = counted(lambda: model.encode_text(ids, mask, mask))
     image = counted(lambda: model.encode_image(pixels))
-    anchors = counted(lambda: model.anchors(image, text))
+    anchors = counted(lambda: model.anchor_paths(image, text))
     counted(lambda: model.cross_encoder(text.states, image.states, mask, anchors))
     return counts
 

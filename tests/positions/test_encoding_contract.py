@@ -343,7 +343,7 @@ def test_it_trains_in_the_cross_modal_encoder(name):
 
     def loss():
         crossed = model.cross(model.encode_image(pixels), model.encode_text(ids, attention, words))
-        return torch.nn.functional.cross_entropy(model.match_logits(crossed), labels)
+        return torch.nn.functional.cross_entropy(model.itm_logits(crossed), labels)
 
     optimiser, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _ in range(4):

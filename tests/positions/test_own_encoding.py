@@ -110,7 +110,7 @@ def test_an_own_encoding_in_the_cross_modal_encoder(tmp_path):
     crossed = model.cross(
         model.encode_image(torch.randn(2, 3, 16, 16)), model.encode_text(ids, mask, mask)
     )
-    model.match_logits(crossed).sum().backward()
+    model.itm_logits(crossed).sum().backward()
     assert all(weight.grad.abs().max() > 0 for weight in weights)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import random
 import tempfile
@@ -68,7 +69,8 @@ _GREY = torch.tensor(128, dtype=torch.uint8)  # pixels of an empty row: about 0 
 class BatchRow(NamedTuple):
     """One row of a `Batch`; an empty row has `valid` False, and `skip` if its sample is bad."""
 
-    # (3, height, width) uint8, or stored features (tokens, width); None in an empty row.
+    # (3, height, width) uint8, or stored features (tokens, width); None in an empty row, and until
+    # the image is decoded.
     pixels: Tensor | None
     text_ids: Tensor
     attention_mask: Tensor
@@ -96,18 +98,18 @@ class CaptionedSamples(Dataset[BatchRow]):
         self,
         indices: Sequence[ShardIndex],
         every_caption: bool,
-        text: TextProcessor,
+        tokenizer: TextProcessor,
         transform: TrainTransform,
         inputs: Inputs,
         seed: int,
-        texts: TextKind = "captions",
+        text_kind: TextKind = "captions",
         features: Sequence[SourceFeatures] | None = None,
     ) -> None:
         self.indices, self.features = indices, features
         side = transform.preprocessing.image_size
         self._blank = features[0].blank if features else _GREY.expand(3, side, side)
-        self.texts = texts
-        self.text = text
+        self.text_kind = text_kind
+        self.tokenizer = tokenizer
         self.transform = transform
         # Augmentation moves the patches away from the boxes of the annotation.
         self.has_word_patches = transform.config.keeps_images
@@ -121,8 +123,8 @@ class CaptionedSamples(Dataset[BatchRow]):
         return self.__getitems__([request])[0]
 
     def __getitems__(self, requests: Sequence[Request]) -> list[BatchRow]:
-        # Decoding evicts Python's code and data from the CPU's caches: Python takes three times as
-        # long between two images as before all of them.
+        # Rows are prepared before their images are decoded: decoding evicts Python's code and data
+        # from the CPU's caches, so preparing a row between two images takes three times as long.
         rows: list[BatchRow] = []
         for start in range(0, len(requests), _MAX_PENDING):
             pending = [
@@ -142,9 +144,9 @@ class CaptionedSamples(Dataset[BatchRow]):
         Other tensors are computed at once. `raw` saves reading the sample; a BadSample gives an
         empty row.
         """
+        if isinstance(raw, BadSample):
+            return partial(self._empty_row, SkippedSample(raw.kind, raw.where))
         try:
-            if isinstance(raw, BadSample):
-                raise raw
             row, load_pixels = self._prepare_row(epoch, index, raw)
         except BadSample as bad:
             return partial(self._empty_row, SkippedSample(bad.kind, bad.where))
@@ -162,28 +164,31 @@ class CaptionedSamples(Dataset[BatchRow]):
     ) -> tuple[BatchRow, Callable[[], Tensor]]:
         """Return a row without pixels, and a function that loads them; both raise BadSample."""
         source, shard, _, source_pass = index
-        sample, pair_index = self._sample_and_pair(index)
+        sample, fixed_caption = self._sample_and_caption(index)
         if raw is None:
             raw = self.indices[source].read(shard, sample)
-        rng_key = f"{source}:{shard}:{sample}:{pair_index}:{source_pass}"
+        rng_key = f"{source}:{shard}:{sample}:{fixed_caption}:{source_pass}"
 
         def rng(purpose: str) -> np.random.Generator:
             return make_rng(self.seed, epoch, rng_key, purpose)
 
-        captions = texts_of(raw.annotation, self.texts)
-        caption_index = pair_index or 0
-        if pair_index is None and len(captions) > 1:
+        captions = texts_of(raw.annotation, self.text_kind)
+        caption_index = fixed_caption or 0
+        if fixed_caption is None and len(captions) > 1:
             caption_index = int(rng("caption").integers(len(captions)))
         if caption_index >= len(captions):
             raise BadSample("no text", raw.where)
         caption = captions[caption_index]
         image = EncodedImage(raw.image, raw.where)
-        tokens = self.text([caption])
+        tokens = self.tokenizer([caption])
         text_ids, word_mask = tokens.text_ids[0], tokens.word_mask[0]
         mlm_ids, mlm_labels = self._mask_words(text_ids, word_mask, rng)
-        # Captions with equal ids are equal: the model sees neither truncated nor unknown words.
-        is_whole = text_ids[-1] == self.text.pad_id and not (text_ids == self.text.unk_id).any()
-        visible_caption = caption if is_whole else self.text.visible_text(caption)
+        # `caption_id` is of what the model sees: captions that differ only in truncated or unknown
+        # words are equal.
+        is_whole = (
+            text_ids[-1] == self.tokenizer.pad_id and not (text_ids == self.tokenizer.unk_id).any()
+        )
+        visible_caption = caption if is_whole else self.tokenizer.visible_text(caption)
         if self.features is None:
             load_pixels = self.transform.prepare(image, rng("augment"), caption)
         else:
@@ -203,14 +208,14 @@ class CaptionedSamples(Dataset[BatchRow]):
             image_id=self._image_id(source, raw),
             uniform=torch.from_numpy(rng("itm").random(2)),
             valid=True,
-            sample_id=stable_hash("sample", source, shard, sample, pair_index or 0),
+            sample_id=stable_hash("sample", source, shard, sample, fixed_caption or 0),
             word_patches=self._word_patches(raw, caption_index, caption, image.size),
             caption_id=stable_hash("caption", normalised_caption(visible_caption)),
         )
         return row, load_pixels
 
-    def _sample_and_pair(self, index: SampleIndex) -> tuple[int, int | None]:
-        """Return a sample's number in its shard; with `every_caption` also its caption's index."""
+    def _sample_and_caption(self, index: SampleIndex) -> tuple[int, int | None]:
+        """Return a sample's number in its shard and its caption's index; None: drawn at random."""
         if not self.every_caption:
             return index.position, None
         ends = self.indices[index.source].caption_ends(index.shard)
@@ -235,9 +240,9 @@ class CaptionedSamples(Dataset[BatchRow]):
             text_ids.numpy(),
             word_mask.numpy(),
             self.inputs.word_masking,
-            self.text.vocab_size,
-            self.text.mask_id,
-            self.text.special_ids,
+            self.tokenizer.vocab_size,
+            self.tokenizer.mask_id,
+            self.tokenizer.special_ids,
             rng("mlm"),
         )
         return torch.from_numpy(mlm_ids), torch.from_numpy(mlm_labels)
@@ -247,9 +252,9 @@ class CaptionedSamples(Dataset[BatchRow]):
     ) -> Tensor | None:
         if not self.has_word_patches:
             return None
-        if self.texts != "captions":
+        if self.text_kind != "captions":
             return self._blank_word_patches()  # annotations have boxes for words of captions only
-        pieces, length = self.text.pieces(caption), self.text.max_tokens
+        pieces, length = self.tokenizer.pieces(caption), self.tokenizer.max_tokens
         patches = word_patches(raw.annotation, caption_index, pieces, length, self.grid, size)
         return torch.from_numpy(patches)
 
@@ -261,10 +266,10 @@ class CaptionedSamples(Dataset[BatchRow]):
 
     def _blank_word_patches(self) -> Tensor:
         patches = self.grid[0] * self.grid[1]
-        return torch.zeros(self.text.max_tokens, patches, dtype=torch.int8)
+        return torch.zeros(self.tokenizer.max_tokens, patches, dtype=torch.int8)
 
     def _empty_row(self, skip: SkippedSample | None) -> BatchRow:
-        tokens = self.text([""])
+        tokens = self.tokenizer([""])
         text_ids = tokens.text_ids[0]
         return BatchRow(
             pixels=None,
@@ -364,16 +369,17 @@ class ResampledSamples(IterableDataset[BatchRow]):
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         # The number of a visit to a shard is unique among the workers of all ranks.
         first, stride = self.rank * workers + worker, self.world_size * workers
+        visits = itertools.count(first, stride)
         # A resumed run draws other shards: checkpoints do not hold the workers' buffers.
         rng = random.Random(f"{self.samples.seed} {self.consumed} {first} of {stride}")
-        read = partial(self._read, rng, range(first, 2**62, stride))
+        read = partial(self._read, rng, visits)
         shuffle = webdataset.shuffle(self.buffer, initial=self.buffer, rng=rng)
         for index, raw in webdataset.DataPipeline(read, shuffle):
-            # An endless stream has no epochs: the start's position keys the random numbers instead.
+            # A worker does not know the epoch: the start's position keys random numbers instead.
             yield self.samples.prepare(self.consumed, index, raw)()
 
     def _read(
-        self, rng: random.Random, visits: range
+        self, rng: random.Random, visits: Iterator[int]
     ) -> Iterator[tuple[SampleIndex, RawSample | BadSample]]:
         bad_shards, problem = 0, ""
         for visit in visits:
@@ -383,12 +389,14 @@ class ResampledSamples(IterableDataset[BatchRow]):
                 )
             source, shard = rng.choices(self._shards, self._weights)[0]
             path, outages = self.lists[source].shards[shard], self.lists[source].outages
+            # Bad until a good sample is read.
             bad_shards, problem = bad_shards + 1, redact(path)
             for position, raw in enumerate(_read_shard(path, outages)):
                 if isinstance(raw, RawSample):
                     bad_shards = 0
                 else:
                     problem = str(raw)
+                # In place of the pass, the visit's number keys the random numbers.
                 yield SampleIndex(source, shard, position, source_pass=visit), raw
 
 
@@ -419,7 +427,10 @@ def _shard_paths(path: str) -> list[str]:
 
 
 def _read_shard(path: str, outages: OutageConfig) -> Iterator[RawSample | BadSample]:
-    """Yield the samples of a shard; a BadSample at the end if it is damaged, empty or missing."""
+    """Yield the samples of a shard; a BadSample at the end if it is damaged, empty or missing.
+
+    A missing shard behind a URL raises DataError, unless `outages.policy` is "skip".
+    """
     where = redact(path)
     try:
         # Download to an unnamed file: no copy stays behind, however this process ends.
@@ -449,7 +460,7 @@ def _read_shard(path: str, outages: OutageConfig) -> Iterator[RawSample | BadSam
 class PretrainData(OrderedData):
     """Batches of pretraining: the same for any number of ranks and workers if shards have an index.
 
-    `batch` is the global batch size; `text` is by default the configuration's tokenizer.
+    batch: the global batch size. tokenizer: by default the configuration's.
     """
 
     samples: CaptionedSamples
@@ -460,20 +471,21 @@ class PretrainData(OrderedData):
         inputs: Inputs,
         batch: int,
         seed: int,
-        text: TextProcessor | None = None,
+        tokenizer: TextProcessor | None = None,
     ) -> None:
         self.config, self.seed = config, seed
-        self.text = text or TextProcessor.load(config.vocabulary, inputs.max_tokens)
-        if self.text.vocab_size > inputs.vocab_size:
+        self.tokenizer = tokenizer or TextProcessor.load(config.vocabulary, inputs.max_tokens)
+        if self.tokenizer.vocab_size > inputs.vocab_size:
             raise ConfigError(
-                f"the vocabulary {config.vocabulary} has {self.text.vocab_size} tokens, more than "
-                f"model.text.vocab_size {inputs.vocab_size}"
+                f"the vocabulary {config.vocabulary} has {self.tokenizer.vocab_size} tokens, more "
+                f"than model.text.vocab_size {inputs.vocab_size}"
             )
         self.preprocessing = Preprocessing(inputs.image_size, *inputs.statistics)
         self.cache = None
         if config.cache is not None:
             self.cache = ShardCache(config.cache.folder, config.cache.limit)
-        # Sources with an index, or with `epoch_samples` lists of shards; the other one is empty.
+        # An entry per source: in `indices`, or with `epoch_samples` in `shard_lists`. The other
+        # list is empty.
         self.indices: list[ShardIndex] = []
         self.shard_lists: list[ShardList] = []
         sampler: TrainingSampler | EndlessSampler
@@ -499,7 +511,7 @@ class PretrainData(OrderedData):
         samples = CaptionedSamples(
             self.indices,
             config.captions == "all",
-            self.text,
+            self.tokenizer,
             TrainTransform(config.augment, self.preprocessing),
             inputs,
             seed,
@@ -518,7 +530,7 @@ class PretrainData(OrderedData):
         hashes = [shards_sha256(index.shards) for index in self.indices]
         hashes += [shard_list.sha256() for shard_list in self.shard_lists]
         self.fingerprint = {f"source {n}": digest for n, digest in enumerate(hashes)}
-        self.fingerprint["vocabulary"] = self.text.sha256()
+        self.fingerprint["vocabulary"] = self.tokenizer.sha256()
         if self.features is not None:
             self.fingerprint["features"] = sha256_of(self.features.folder / HEADER_NAME)
 
@@ -552,7 +564,7 @@ class PretrainData(OrderedData):
         if needed > self.cache.limit:
             raise ConfigError(
                 f"data.cache.limit {self.cache.limit:,} bytes is too small: one rank alone reads "
-                f"from {needed:,} bytes of shards at a time (two windows of each of its streams); "
+                f"from {needed:,} bytes of shards at a time; "
                 "raise it, or lower data.shuffle_window or data.canonical_streams"
             )
 

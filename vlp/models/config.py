@@ -156,6 +156,11 @@ class CrossConfig(Config):
         return AnchorOptions.model_validate(self.options.get("anchor", {}))
 
     @property
+    def has_paths(self) -> bool:
+        """Return whether an encoding acts on pairs of patch and token."""
+        return any(name in CROSS_MODAL for name in self.position)
+
+    @property
     def reads_padding(self) -> bool:
         """Return whether an encoding may depend on padding or on the padded length."""
         # Of other encodings this is not known.

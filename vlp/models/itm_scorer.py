@@ -14,7 +14,7 @@ from vlp.layers.attention import Attention, attend, mask_bias, select_by_hook
 from vlp.layers.blocks import CrossLayer, pool_states
 from vlp.models.cross_encoder import ImageFeatures, TextFeatures
 from vlp.models.vlp import VLPModel
-from vlp.positions import CROSS_MODAL, PositionContext
+from vlp.positions import PositionContext
 from vlp.positions.anchor import group_similarity
 from vlp.positions.anchor_field import AnchorPaths, paths_from_similarity, uniform_paths
 from vlp.positions.base import PositionEncoding, call_method
@@ -357,7 +357,7 @@ class ITMScorer:
             return paths._replace(
                 image_mean=paths.image_mean.to(dtype), text_mean=paths.text_mean.to(dtype)
             )
-        if not {*CROSS_MODAL} & {*self.config.position}:
+        if not self.config.has_paths:
             return None
         with no_autocast(word_mask):
             # One product for the tokens of all texts, (M, T N, G).

@@ -26,7 +26,7 @@ from vlp.models.cross_encoder import (
 from vlp.models.image_encoder import ImageEncoder, PatchEdit
 from vlp.models.text_encoder import TextEncoder, require_ids
 from vlp.models.towers import resolve_architecture
-from vlp.positions import CROSS_MODAL, PositionEncoding
+from vlp.positions import PositionEncoding
 from vlp.positions.anchor_field import (
     AnchorPaths,
     PathSettings,
@@ -40,6 +40,9 @@ from vlp.precision import at_least_float32
 # 0.02 at width 128 keeps activations near zero for hundreds of steps. The text encoder keeps 0.02,
 # as larger values mix its tokens too early.
 REFERENCE_WIDTH = 768
+
+# Smallest delta: the distance of an anchor is at most 1 / delta.
+MIN_THRESHOLD = 1e-3
 
 
 class TokenScore(nn.Module):
@@ -71,7 +74,7 @@ class TokenScore(nn.Module):
 
 
 class VLPModel(nn.Module):
-    """Vision-language model: `encode_image` and `encode_text`, then `match`, `anchors` or `cross`.
+    """Vision-language model: two encoders, then `match`, `anchor_paths` or `cross`.
 
     `temperature()` is the learned softmax temperature of feature cosines. `anchor_threshold`, saved
     with the weights, is delta of Eq. 4: configured, or the running quantile of training.
@@ -115,19 +118,21 @@ class VLPModel(nn.Module):
 
     @property
     def match_is_trained(self) -> bool:
-        """Return whether the match head was trained, which moves its biases away from 0."""
+        """Return whether the match head's biases differ from their initial 0."""
+        # Binary ITM moves them. Listwise ITM does so by rounding only: a common bias has no
+        # gradient there.
         return bool(self.match_head.bias.any())
 
     def freeze_modules(self, names: Iterable[str]) -> None:
-        """Freeze modules that no loss trains, as weight decay would shrink them, by name.
+        """Freeze the modules `names`, which no loss trains: weight decay would shrink them.
 
-        Token projections stay trainable if anchor paths pass a gradient to them. Unknown names are
-        skipped.
+        Token projections stay trainable if anchor paths pass a gradient to them. Names that the
+        model lacks are skipped.
         """
         frozen_names, options = {*names}, self.anchor_options
-        encodings = {*self.config.cross.position}
-        has_paths = bool({*CROSS_MODAL} & encodings) and "uniform" not in encodings
-        paths_read_tokens = has_paths and options.features == "projected"
+        cross = self.config.cross
+        has_anchors = cross.has_paths and "uniform" not in cross.position
+        paths_read_tokens = has_anchors and options.features == "projected"
         exempt_modules: set[nn.Module] = set()
         if paths_read_tokens and options.path_gradient and "cross_encoder" not in frozen_names:
             exempt_modules = {self._token_projection("image"), self._token_projection("text")}
@@ -138,11 +143,12 @@ class VLPModel(nn.Module):
     def encode_image(self, pixels: Tensor, edit_patches: PatchEdit | None = None) -> ImageFeatures:
         """Encode images (B, 3, height, width) from the model folder's preprocessing.
 
-        Arguments as in `ImageEncoder.forward`: `pixels` may be a stored tower output.
+        pixels: may be a stored tower output; edit_patches: as in `ImageEncoder.tower`.
         """
         encoder = self.image_encoder
         output = encoder(pixels, edit_patches)
         states = encoder.drop_summary_tokens(output)
+        # Of images only: texts have `text.dropout`.
         feature = self.feature_dropout(encoder.project(output))
         tokens = self._token_projection("image")(states[:, 1:])
         return ImageFeatures(states, _unit(feature), _unit(tokens))
@@ -164,7 +170,7 @@ class VLPModel(nn.Module):
             text_ids, attention_mask, word_mask = text_ids
         if attention_mask is None or word_mask is None:
             raise ValueError("encode_text needs TextTokens, or text_ids with both masks")
-        # Only where reading values needs no synchronisation: on the CPU, outside of graphs.
+        # Checked only where reading values is free: on a CPU, for plain tensors outside of graphs.
         if (
             type(attention_mask) is Tensor
             and attention_mask.device.type == "cpu"
@@ -192,15 +198,15 @@ class VLPModel(nn.Module):
             return image.states[:, 1:], text.states
         return image.tokens, text.tokens
 
-    def anchors(
+    def anchor_paths(
         self, image: ImageFeatures, text: TextFeatures, pairs: PairIndices | None = None
     ) -> AnchorPaths | None:
-        """Compute anchor paths of the pairs (papers.md#ace-a7); None without ACE-RPE.
+        """Compute paths of the pairs (papers.md#ace-a7); None without a cross-modal encoding.
 
         pairs: indices of text and image of each pair; None pairs them row by row.
         """
         cross = self.config.cross
-        if not set(CROSS_MODAL) & set(cross.position):
+        if not cross.has_paths:
             return None
         word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]
         if "uniform" in cross.position:
@@ -210,7 +216,7 @@ class VLPModel(nn.Module):
             image_tokens, text_tokens = image_tokens.detach(), text_tokens.detach()
         if pairs is not None:
             image_tokens, text_tokens = image_tokens[pairs.images], text_tokens[pairs.texts]
-        with record_function("anchor/field"):
+        with record_function("pass/anchor_paths"):
             return compute_paths(image_tokens, text_tokens, word_mask, self.path_settings)
 
     @property
@@ -219,8 +225,8 @@ class VLPModel(nn.Module):
         cross, options = self.config.cross, self.anchor_options
         return PathSettings(
             grid=self.config.image.grid,
-            # Before the first step there is no quantile yet; delta must stay positive.
-            threshold=self.anchor_threshold.clamp(min=1e-3),
+            # A quantile is 0 before the first step and may be negative; delta must be positive.
+            threshold=self.anchor_threshold.clamp(min=MIN_THRESHOLD),
             groups=cross.anchor.groups,
             text_window=options.text_window,
             patch_window=options.patch_window,
@@ -241,7 +247,7 @@ class VLPModel(nn.Module):
         query_indices: Tensor | None = None,
     ) -> CrossFeatures:
         """Compute cross-modal states of B pairs; arguments as in `CrossEncoder.forward`."""
-        paths = self.anchors(image, text, pairs)
+        paths = self.anchor_paths(image, text, pairs)
         text_states, image_states = self.cross_encoder(
             text.states,
             image.states,
@@ -280,8 +286,8 @@ class VLPModel(nn.Module):
             [image.states + embedding for image, embedding in zip(images, image_type_embeddings)],
             dim=1,
         )
-        paths_by_image = (self.anchors(image, text) for image in images)
-        # Without ACE-RPE no image has paths.
+        paths_by_image = (self.anchor_paths(image, text) for image in images)
+        # Without a cross-modal encoding no image has paths.
         all_paths = [paths for paths in paths_by_image if paths is not None]
         paths = join_paths(all_paths) if all_paths else None
         text_states, _ = self.cross_encoder(
@@ -300,22 +306,24 @@ class VLPModel(nn.Module):
     def match(self, image: ImageFeatures, text: TextFeatures) -> Tensor:
         """Compute log-odds that row i's text describes row i's image: (B,) float32.
 
-        One image is matched with every text, and one text with every image.
+        If one of the two has a single row, it is matched with every row of the other.
         """
         self.warn_if_match_is_untrained()
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
-        logits = self.match_logits(self.cross(image, text, pairs, need_image=False)).float()
+        logits = self.itm_logits(self.cross(image, text, pairs, need_image=False)).float()
         return logits[:, 1] - logits[:, 0]
 
-    def match_logits(self, features: CrossFeatures) -> Tensor:
+    def itm_logits(self, features: CrossFeatures) -> Tensor:
         """Compute ITM logits (B, 2), not matched and matched."""
         pooled = pool_states(features.text, self.config.cross.pooling, features.attention_mask)
         logits = self.match_head(pooled)
         if features.token_score is None:
             return logits
-        return logits.float() + functional.pad(features.token_score[:, None], (1, 0))
+        not_matched, matched = logits.float().unbind(1)
+        return torch.stack([not_matched, matched + features.token_score], dim=1)
 
     def _token_projection(self, modality: Literal["image", "text"]) -> nn.Linear:
+        """Return the tokens' projection, or the feature's without `token_projection`."""
         if self.config.token_projection:
             return self.image_tokens if modality == "image" else self.text_tokens
         encoder = self.image_encoder if modality == "image" else self.text_encoder

@@ -27,8 +27,8 @@ def word_response(words: Tensor, image_tokens: Tensor, valid: Tensor) -> Tensor:
     words: (..., R, D); image_tokens: (..., B, M, D); valid: (..., B) bool. Returns (..., R, B).
     """
     # A hard maximum selects a patch, which a sum of exponentials does not. The mean over patches
-    # removes words that respond to everything. The mean over images keeps words from all
-    # selecting the same patch, such as a corner.
+    # lowers the response of words that respond to all patches. The mean over images keeps words
+    # from all selecting the same patch, such as a corner.
     image_count = valid.sum(-1, keepdim=True).clamp(min=1)
     image_weights = valid.to(words.dtype) / image_count
     return _WordResponse.apply(words, image_tokens, image_weights)
@@ -39,31 +39,32 @@ class _WordResponse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, words: Tensor, image_tokens: Tensor, image_weights: Tensor) -> Tensor:
-        images, patches = image_tokens.shape[-3:-1]
+        image_count, patch_count = image_tokens.shape[-3:-1]
         with no_autocast(words):
             similarity = words @ image_tokens.flatten(-3, -2).mT
-            similarity = similarity.unflatten(-1, (images, patches))
+            similarity = similarity.unflatten(-1, (image_count, patch_count))
             mean_over_images = torch.einsum("...rbm,...b->...rm", similarity.relu(), image_weights)
             contrast = similarity - mean_over_images[..., None, :]
-        max_contrast, patch = contrast.max(-1)
+        max_contrast, best_patch = contrast.max(-1)
         response = max_contrast - similarity.relu_().mean(-1)
         # The gradient only needs the best patch and the sign of s, which overwrites s.
-        ctx.save_for_backward(words, image_tokens, image_weights, similarity.gt_(0), patch)
+        is_positive = similarity.gt_(0)
+        ctx.save_for_backward(words, image_tokens, image_weights, is_positive, best_patch)
         return response
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        words, image_tokens, image_weights, positive, patch = ctx.saved_tensors
-        patches = image_tokens.shape[-2]
+        words, image_tokens, image_weights, is_positive, best_patch = ctx.saved_tensors
+        patch_count = image_tokens.shape[-2]
         # Each word's gradients at its best patches, summed over images.
-        max_grad = grad.new_zeros(*grad.shape[:-1], patches)
-        max_grad.scatter_add_(-1, patch, grad)  # (..., R, M)
+        max_grad = grad.new_zeros(*grad.shape[:-1], patch_count)
+        max_grad.scatter_add_(-1, best_patch, grad)  # (..., R, M)
         # Both means are subtracted and read relu(s): their gradient is negative, and 0 for s <= 0.
-        relu_grad = (grad * (1 / patches))[..., None]
+        relu_grad = (grad * (1 / patch_count))[..., None]
         relu_grad = relu_grad + image_weights[..., None, :, None] * max_grad[..., None, :]
-        similarity_grad = (positive * relu_grad).neg_()
-        similarity_grad.scatter_add_(-1, patch[..., None], grad[..., None])
+        similarity_grad = (is_positive * relu_grad).neg_()
+        similarity_grad.scatter_add_(-1, best_patch[..., None], grad[..., None])
         similarity_grad = similarity_grad.flatten(-2)
         words_grad = image_tokens_grad = None
         with no_autocast(words):
@@ -99,8 +100,8 @@ def token_losses(
 
     Words: an image is positive for a word if one of its texts in the group has the same word piece.
     The loss is the mean over positive images of -log(e^l+ / (e^l+ + sum e^l-)), the sum over
-    negative images (visual word detectors, Fang et al. 2015, section 3). A word without negative
-    images is not counted.
+    negative images. The aim is that of visual word detectors (Fang et al. 2015, section 3), the
+    loss is not. A word without negative images is not counted.
 
     Args:
         image_tokens: (B, M, D), unit length.
@@ -114,19 +115,19 @@ def token_losses(
         group_size: samples per group.
     """
     groups = sample_groups(image_tokens.shape[0], group_size)
-    image_tokens, text_tokens, word_mask, word_ids, ids, valid = (
+    image_tokens, text_tokens, word_mask, word_ids, pair_ids, valid = (
         x.unflatten(0, groups)
         for x in (image_tokens, text_tokens, word_mask, word_ids, as_pairs(pair_ids), valid)
     )
     valid = valid & word_mask.any(-1)
-    positive = positives(ids, ids)
-    # is_pair[g, i, t]: a row of group g pairs the image of row i with the caption of row t. With
-    # the group's rows as links, `is_pair | is_pair.mT` and `positive` are all `related` pairs.
-    is_pair = match_by_links(ids, ids, ids)
+    positive = positives(pair_ids, pair_ids)
+    # is_pair[g, i, t]: a row of group g pairs the image of row i with the caption of row t.
+    is_pair = match_by_links(pair_ids, pair_ids, pair_ids)
+    # `related(pair_ids, pair_ids)` is `positive | is_pair | is_pair.mT`.
     candidates = valid[:, None, :] & (positive | ~(is_pair | is_pair.mT))
-    images, texts = full_precision(image_tokens, text_tokens)
-    response = word_response(texts.flatten(-3, -2), images, valid)
-    response = response.unflatten(-2, texts.shape[-3:-1])  # (groups, texts, N, images)
+    image_tokens, text_tokens = full_precision(image_tokens, text_tokens)
+    response = word_response(text_tokens.flatten(-3, -2), image_tokens, valid)
+    response = response.unflatten(-2, text_tokens.shape[-3:-1])  # (groups, texts, N, images)
     word_count = word_mask.sum(-1).clamp(min=1)
     mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
     is_caption = is_pair.mT & valid[:, :, None] & valid[:, None, :]
@@ -185,7 +186,7 @@ PHRASE_SCALE = 10.0
 def phrase_loss(
     image_tokens: Tensor, text_tokens: Tensor, word_mask: Tensor, valid: Tensor
 ) -> Loss:
-    """Compute the cross-entropy of words' attention to patches against more selective neighbours'.
+    """Compute the cross-entropy of a word's attention to patches and a neighbour's, its target.
 
     The selectivity of a word is sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the most
     selective word at a distance of 1 to `PHRASE_REACH`, and the loss of the word is
@@ -193,8 +194,8 @@ def phrase_loss(
         relu(sel_leader - sel_n - PHRASE_MARGIN) * H(softmax_m(a s_m,leader), softmax_m(a s_mn)),
 
     with a = PHRASE_SCALE and gradients through the last s_mn only. So "circle" in "a red circle"
-    learns to select the patches of "red", which takes a text encoder that reads word order. The
-    term is not from a paper (docs/results/anchors.md). The loss is a sum over words.
+    learns to select the patches of "red". This needs a text encoder that reads word order. The term
+    is not from a paper (docs/results/anchors.md). The loss is a sum over words.
 
     image_tokens: (B, M, D) and text_tokens: (B, N, D), unit length; word_mask: (B, N) bool, True =
     word piece; valid: (B,) bool, False = not counted.

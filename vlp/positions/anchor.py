@@ -1,4 +1,4 @@
-"""ACE-RPE as pure functions: similarity, anchors, distance, path (paper section 3.2, Eqs 3-8).
+"""Paths of ACE-RPE as pure functions: similarity, distance, path, means (Eqs 3-7 and 10).
 
 Shapes: M = rows * columns image patches without [CLS], N text tokens, G groups, "..." any leading
 batch axes. Results have the input's dtype; half precision is computed in float32. No function
@@ -25,31 +25,32 @@ from vlp.positions.options import require_choice
 from vlp.precision import at_least_float32
 
 
-def distance_along_axis(x: Tensor, dim: int) -> Tensor:
-    """Return y[m] = min over i of x[i] + |m - i| along one axis (distance transform)."""
+def axis_transform(x: Tensor, dim: int) -> Tensor:
+    """Return the distance transform y[m] = min over i of x[i] + |m - i| along one axis."""
     slices = list(x.unbind(dim))
     for index, previous in _sweep(len(slices)):
         slices[index] = torch.minimum(slices[index], slices[previous] + 1)
     return torch.stack(slices, dim)
 
 
-def manhattan_distance(x: Tensor) -> Tensor:
+def manhattan_transform(x: Tensor) -> Tensor:
     """Return y[m] = min over patches i of x[i] + |m - i|, Manhattan: (..., rows, columns, N)."""
-    return distance_along_axis(distance_along_axis(x, -3), -2)
+    return axis_transform(axis_transform(x, -3), -2)
 
 
-def chebyshev_distance(x: Tensor) -> Tensor:
+def chebyshev_transform(x: Tensor) -> Tensor:
     """Return y[m] = min over patches i of x[i] + |m - i|, Chebyshev: (..., rows, columns, N)."""
     rows = list(x.unbind(-3))
     for row, previous in _sweep(len(rows)):
         rows[row] = torch.minimum(rows[row], _minimum_of_three(rows[previous]) + 1)
-    return distance_along_axis(torch.stack(rows, -3), -2)
+    return axis_transform(torch.stack(rows, -3), -2)
 
 
 def _sweep(length: int) -> list[tuple[int, int]]:
     # Pairs (index, previous index) of a pass to the end of an axis and back.
-    forward = [(index, index - 1) for index in range(1, length)]
-    return forward + [(previous, index) for index, previous in reversed(forward)]
+    forth = [(index, index - 1) for index in range(1, length)]
+    back = [(index, index + 1) for index in reversed(range(length - 1))]
+    return forth + back
 
 
 def _minimum_of_three(row: Tensor) -> Tensor:
@@ -81,6 +82,7 @@ def patch_window_reach(window: int | None) -> int | None:
     return side // 2
 
 
+# Path entries (patch, token, group) that one program of the kernel computes.
 _BLOCK = 256
 # The kernel unrolls the loop over a window's patches: larger windows take too long to compile.
 _MAX_PATCH_REACH = 4
@@ -107,7 +109,7 @@ def windowed_path(
     save_winner = distance.requires_grad and torch.is_grad_enabled()
     # An operator's schema has no tuples: one list holds all sizes.
     sizes = [*grid, text_reach, patch_reach]
-    path, reachable, _ = _path(distance, word_mask, sizes, metric, save_winner)
+    path, reachable, _ = _path_operator(distance, word_mask, sizes, metric, save_winner)
     return path, reachable
 
 
@@ -173,7 +175,7 @@ def _empty_gradient(path_grad: Tensor, winner: Tensor, sizes: list[int], metric:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.sizes, ctx.metric = inputs[2:4]
+    _, _, ctx.sizes, ctx.metric, _ = inputs
     _, reachable, winner = output
     ctx.save_for_backward(winner)
     ctx.mark_non_differentiable(reachable, winner)
@@ -181,12 +183,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, path_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (winner,) = ctx.saved_tensors
-    distance_grad = _path_backward(path_grad, winner, ctx.sizes, ctx.metric)
+    distance_grad = _backward_operator(path_grad, winner, ctx.sizes, ctx.metric)
     return distance_grad, None, None, None, None
 
 
-_path = KernelOperator("windowed_path", _launch_forward, _empty_results, _setup_context, _backward)
-_path_backward = KernelOperator("windowed_path_backward", _launch_backward, _empty_gradient)
+_path_operator = KernelOperator(
+    "windowed_path", _launch_forward, _empty_results, _setup_context, _backward
+)
+_backward_operator = KernelOperator("windowed_path_backward", _launch_backward, _empty_gradient)
 
 
 def _kernel_options(path: Tensor, sizes: list[int], metric: str) -> dict[str, Any]:
@@ -255,8 +259,8 @@ def anchor_distance(
 
     An anchor is an entry with S >= delta; its distance is 1 / S. The hard form, the limit of Eq. 4
     for tau -> infinity, sets all other entries to +inf. The soft form, Eq. 4 as printed, sets them
-    to exp(tau (delta - S)) / delta. With the defaults, both forms give equal paths to anchors,
-    unless some S lies within 1.6e-5 below delta.
+    to exp(tau (delta - S)) / delta. With default arguments, here and in `anchor_path`, both forms
+    give equal paths unless some S lies within 1.6e-5 below delta (papers.md#ace-soft-hard).
 
     Args:
         similarity: (..., M, N, G), from `group_similarity`.
@@ -299,22 +303,22 @@ def anchor_path(
 ) -> tuple[Tensor, Tensor]:
     """Compute the shortest path P_ace of Eq. 7 (papers.md#ace-a10 to #ace-a16).
 
-    Bounded windows run in a Triton kernel on a GPU. Where several anchors are equally near, PyTorch
-    divides the gradient among them and the kernel gives it to one.
+    With Triton on a GPU, windows that `kernel_supports` run in a kernel. Where several anchors are
+    equally near, PyTorch divides the gradient among them and the kernel gives it to one.
 
     Args:
         distance: (..., M, N, G), from `anchor_distance`.
         grid: (rows, columns) of the patches, M = rows * columns, in raster order.
-        text_mask: (..., N) or (B, N) bool, True = a real word; other tokens are no anchors and have
-            no path.
+        text_mask: (..., N) or (B, N) bool, True = a word piece (a word mask, not an attention
+            mask); other tokens are no anchors and have no path.
         text_window: B_t, an odd number of tokens; None is unbounded.
         patch_window: B_p, an odd square of patches (9 = 3 x 3); None is unbounded.
         metric: distance between patches, in patches.
 
     Returns:
         The path (..., M, N, G), where a step of one patch and a step of one token both add 1
-        (papers.md#ace-a16), and `reachable`, bool of the same shape. Where no anchor is in the
-        windows, they are 0 and False.
+        (papers.md#ace-a16), and `reachable`, bool of the same shape. Where all distances in the
+        windows are +inf (hard form: no anchor), they are 0 and False.
     """
     rows, columns = grid
     if rows * columns != distance.shape[-3]:
@@ -349,7 +353,8 @@ def anchor_path(
             chunk_mask = None if word_mask is None else word_mask[chunk]
             shortest = _shortest_path(distance[chunk], chunk_mask, *windows)
             torch.lt(shortest, math.inf, out=reachable[chunk])
-            # NaN of a diverged run counts as unreachable, as in the kernel.
+            # NaN of a diverged run counts as unreachable. It spreads over its window; the kernel
+            # leaves out only the entry itself.
             torch.nan_to_num(shortest, nan=0.0, posinf=0.0, out=path[chunk])
     else:
         shortest = _shortest_path(distance, word_mask, *windows)
@@ -366,7 +371,7 @@ def longest_path(
     patch_window: int | None = 9,
     metric: Metric = "euclidean",
 ) -> float | Tensor:
-    """Return the largest value that a path of Eq. 7 can have (papers.md#ace-a15).
+    """Return the largest value of a path from a hard anchor, Eq. 7 (papers.md#ace-a15).
 
     Args:
         threshold: delta of Eq. 4, positive; a number or a 0-d tensor.
@@ -383,21 +388,18 @@ def longest_path(
 def mean_over_words(path: Tensor, word_mask: Tensor) -> Tensor:
     """Average paths over the words of a text, for Eq. 10 (papers.md#ace-a20): (B, M, G).
 
-    Unreachable words count as 0; [CLS], [SEP] and padding do not count. A text without words has 0.
+    [CLS], [SEP] and padding do not count. A text without words has 0.
 
     Args:
-        path: (B, M, N, G), 0 where not reachable.
-        word_mask: (B, N) bool, True = a real word.
+        path: (B, M, N, G), 0 for tokens that are no words.
+        word_mask: (B, N) bool, True = word piece.
     """
     word_count = word_mask.sum(-1).clamp(min=1).to(path.dtype)
     return path.sum(-2) / word_count[:, None, None]
 
 
 def mean_over_patches(path: Tensor) -> Tensor:
-    """Average paths (..., M, N, G) over all M patches, for Eq. 10 (papers.md#ace-a20): (..., N, G).
-
-    Unreachable patches count as 0.
-    """
+    """Average paths (..., M, N, G) over M for Eq. 10 (papers.md#ace-a20): (..., N, G)."""
     return path.mean(-3)
 
 
@@ -461,27 +463,27 @@ def _shortest_path(
     penalty = None if word_mask is None else _token_penalty(word_mask, distance.dtype)
     path = distance if penalty is None else distance + penalty
     if text_reach is None:
-        path = distance_along_axis(path, -1)
+        path = axis_transform(path, -1)
     else:
         path = _relax(path, _token_steps(path, text_reach))
     # Tokens that are no words have no path, but the minimum over tokens gave them one.
     path = path if penalty is None else path + penalty
     if patch_reach is None and metric == "manhattan":
-        return manhattan_distance(path)
+        return manhattan_transform(path)
     if patch_reach is None and metric == "chebyshev":
-        return chebyshev_distance(path)
+        return chebyshev_transform(path)
     reach = max(path.shape[-3:-1]) if patch_reach is None else patch_reach
     return _relax(path, _patch_steps(path, reach, metric))
 
 
 def _token_steps(path: Tensor, reach: int) -> Iterator[tuple[Tensor, float]]:
-    """Yield the minimum of the two tokens at each step along N, and the step."""
+    """Yield, for each step, the minimum over the tokens `step` before and after, and the step."""
     for step in range(1, min(reach, path.shape[-1] - 1) + 1):
         yield _neighbour_minimum(path, -1, step), step
 
 
 def _patch_steps(path: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Tensor, float]]:
-    """Yield the minimum of the four patches at each step on the grid, and the step's length."""
+    """Yield, for each step, the minimum over the patches at (± down, ± right), and its length."""
     # The neighbours above and below are reduced first: a window of side 2 r + 1 takes only
     # (r + 1)^2 - 1 steps.
     rows, columns = path.shape[-3:-1]
@@ -495,7 +497,7 @@ def _patch_steps(path: Tensor, reach: int, metric: Metric) -> Iterator[tuple[Ten
 
 
 def _relax(path: Tensor, steps: Iterable[tuple[Tensor, float]]) -> Tensor:
-    """Return the minimum of the path, and of the path at every step plus the step's length."""
+    """Return the elementwise minimum of `path` and of x + length for all (x, length) of `steps`."""
     shortest = path
     for step_path, length in steps:
         if _may_overwrite(step_path):
@@ -511,14 +513,15 @@ def _neighbour_minimum(x: Tensor, dim: int, step: int) -> Tensor:
     if not _may_overwrite(x):
         padded = functional.pad(x, [0, 0] * (-dim - 1) + [step, step], value=math.inf)
         return torch.minimum(padded.narrow(dim, 0, size), padded.narrow(dim, 2 * step, size))
-    # At either end `outer` positions have one neighbour. The `inner` positions between them have
-    # two, or, for a step of more than half the size, none.
-    inner, outer = max(0, size - 2 * step), min(step, size - step)
+    # At either end `outer` positions have one neighbour. The positions between them have two, or,
+    # if the step is more than half the size, none.
+    outer = min(step, size - step)
+    inner = size - 2 * outer
     minimum = torch.empty_like(x)
     minimum.narrow(dim, 0, outer).copy_(x.narrow(dim, step, outer))
     minimum.narrow(dim, size - outer, outer).copy_(x.narrow(dim, size - outer - step, outer))
-    middle = minimum.narrow(dim, outer, size - 2 * outer)
-    if inner:
+    middle = minimum.narrow(dim, outer, inner)
+    if outer == step:
         torch.minimum(x.narrow(dim, 0, inner), x.narrow(dim, 2 * step, inner), out=middle)
     else:
         middle.fill_(math.inf)

@@ -91,7 +91,7 @@ class ExportMatch(_ModelPart):
         text = TextFeatures(
             text_states, text_states[:, 0], text_tokens, attention_mask.bool(), word_mask
         )
-        logits = self.model.match_logits(self.model.cross(image, text, need_image=False))
+        logits = self.model.itm_logits(self.model.cross(image, text, need_image=False))
         return logits[:, 1] - logits[:, 0]
 
 

@@ -302,7 +302,7 @@ class VlpModel(_VlpPreTrainedModel):
         outputs = {}
         if match:
             self.model.warn_if_match_is_untrained()
-            outputs["itm_logits"] = self.model.match_logits(features).float()
+            outputs["itm_logits"] = self.model.itm_logits(features).float()
         paths = features.paths
         if output_anchors and paths is not None:
             word_mask = text.word_mask if pairs is None else text.word_mask[pairs.texts]

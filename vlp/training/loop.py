@@ -1,7 +1,7 @@
 """The training loop.
 
 An optimiser step has `training.gradient_accumulation_steps` micro-steps. Each takes one global
-batch: that of all ranks, without accumulation.
+batch: `training.batch` samples, shared by all ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class StreamedData(Protocol):
     def batches(
         self, samples_consumed: int = 0, rank: int = 0, world_size: int = 1
     ) -> Generator[tuple[RankBatch, int], None, None]:
-        """Yield a rank's batches without end, each with the samples all ranks consumed up to it."""
+        """Yield a rank's batches without end, each with the samples of all ranks until its end."""
 
 
-# Skipped steps in a row: fp16 skips a few to find its loss scale, a diverged run skips all.
+# Skipped steps in a row that a run survives: fp16 skips a few to find its loss scale.
 MAX_NON_FINITE = 10
 # Seconds without progress after which a rank is reported: longer than any usual step.
 WATCHDOG_SECONDS = 30.0
@@ -97,15 +97,17 @@ def train(
             folder.require_no_progress()
     finished_step = distributed.broadcast_object(folder.finished_step())
     progress = restored or Progress()
-    step, validated_step = progress.step, progress.validated_step
+    start_step, validated_step = progress.step, progress.validated_step
     total_steps = count_steps(config, data, progress)
     if restored:
-        progress.resume_steps.append(step)
+        progress.resume_steps.append(start_step)
     devices = distributed.all_gather_object((socket.gethostname(), device_name(engine.device)))
     if is_main:
         folder.path.mkdir(parents=True, exist_ok=True)
         # First of all files: without `run.json` a folder is not recognised as a run's.
-        record_start(folder, step, total_steps, config.training.seed, devices, data.fingerprint)
+        record_start(
+            folder, start_step, total_steps, config.training.seed, devices, data.fingerprint
+        )
         for model in (folder.best, folder.model):
             restore_folder(model)
         save_config(config, folder.config)
@@ -117,9 +119,9 @@ def train(
             nullcontext(signals) if signals else StopSignals() as stop_signals,
             RunLog(
                 log_folder,
-                step,
+                start_step,
                 total_steps,
-                open_trackers(trackers, folder, step, validated_step),
+                open_trackers(trackers, folder, start_step, validated_step),
                 validated_step,
             ) as log,
             Watchdog(WATCHDOG_SECONDS, log.info, folder.hang) as watchdog,
@@ -128,7 +130,7 @@ def train(
         ):
             if resume and not restored:
                 log.info(f"{checkpoints} holds no checkpoint; starting from the beginning")
-            _log_schedule(config, log, step, total_steps)
+            _log_schedule(config, log, start_step, total_steps)
             trainer = _Trainer(
                 config=config,
                 task=task,
@@ -142,7 +144,7 @@ def train(
                 stop_signals=stop_signals,
                 log=log,
                 watchdog=watchdog,
-                checkpoint_steps=(step, validated_step) if restored else None,
+                checkpoint_steps=(start_step, validated_step) if restored else None,
             )
             if not trainer.run(batches):
                 ending = "stopped"
@@ -150,7 +152,7 @@ def train(
                 log.info(f"stopped by {reason} after step {progress.step}; continue with --resume")
             else:
                 # A finished run that is resumed again trains nothing.
-                if restored and finished_step == step == progress.step:
+                if restored and finished_step == start_step == progress.step:
                     log.info(f"{folder.model} is already from this step; left unchanged")
                 else:
                     _save_model(task, engine, folder.model)
@@ -192,8 +194,8 @@ class _Trainer:
         self.meter, self.collapse_monitor = Meter(self.progress), CollapseMonitor()
         self.copy_stream = CopyStream(self.engine.device)
         self.record = self.log.last_record
-        # A GPU's outcomes are read with the next log line or checkpoint, so that steps never wait
-        # for the device.
+        # Outcomes that a GPU still computes are read with the next log line or checkpoint, so that
+        # these steps never wait for it.
         self.pending: list[Outcome] = []
 
     def run(self, batches: Iterator[tuple[RankBatch, int]]) -> bool:
@@ -261,7 +263,7 @@ class _Trainer:
         self.progress.step += 1
         self.watchdog.step = self.progress.step
         self.pending.append(Outcome(self.progress.step, outputs, update))
-        # On a GPU `applied` is a 0-d tensor, which is not read here.
+        # Where only the GPU knows it, `applied` is a 0-d tensor, which is not read here.
         if isinstance(update.applied, Tensor):
             _restore(self.engine.module, buffers, update.applied)
             self.task.after_step(self.engine.parameters, update.applied)
@@ -291,7 +293,7 @@ class _Trainer:
         self.record = _log_record(self.meter, self.progress, learning_rate, self.data)
         self.log.write(self.record)
         if self.engine.rank == 0:
-            self.collapse_monitor.check(self.progress.step, _feature_statistics(self.record))
+            self.collapse_monitor.check(self.progress.step, _collapse_statistics(self.record))
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, which a thread writes."""
@@ -325,6 +327,7 @@ def count_steps(config: RunConfig, data: StreamedData, progress: Progress) -> in
     assert training.epochs is not None  # RunConfig validates this
     # From consumed samples, as the batch may have changed since an earlier start.
     batches_left = data.batches_left(progress.samples, training.epochs)
+    # At least one step, even if the epochs have fewer batches than it takes.
     return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
 
 
@@ -335,6 +338,7 @@ def _log_schedule(config: RunConfig, log: RunLog, step: int, total_steps: int) -
         log.info(f"warm-up: {optimiser.resolve_warmup(total_steps)} of {total_steps} steps")
     if warning := optimiser.warmup_warning(total_steps):
         log.info(warning)
+    # Pretraining has its teacher in `objectives`, other tasks in `task`.
     parts = (getattr(config, key, None) for key in ("objectives", "task"))
     teachers = (getattr(part, "teacher", None) for part in parts)
     if any(teacher and total_steps <= (teacher.warmup_steps or 0) for teacher in teachers):
@@ -394,12 +398,13 @@ def _log_record(
     meter: Meter, progress: Progress, learning_rate: float, data: StreamedData
 ) -> dict[str, Any]:
     means = meter.flush()
-    epoch, epoch_samples = 0, progress.samples
-    while epoch_samples >= (size := data.samples_in_epoch(epoch)):
-        epoch, epoch_samples = epoch + 1, epoch_samples - size
+    epoch, samples_into_epoch = 0, progress.samples
+    while samples_into_epoch >= data.samples_in_epoch(epoch):
+        samples_into_epoch -= data.samples_in_epoch(epoch)
+        epoch += 1
     return {
         "step": progress.step,
-        "epoch": epoch + epoch_samples / size,
+        "epoch": epoch + samples_into_epoch / data.samples_in_epoch(epoch),
         "samples": progress.samples,
         "seconds": progress.seconds,
         "learning_rate": learning_rate,
@@ -409,10 +414,11 @@ def _log_record(
     }
 
 
-def _feature_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the record's statistics, without anchor statistics, which may be constant."""
+def _collapse_statistics(record: dict[str, Any]) -> dict[str, float]:
+    """Return the record's statistics without those of anchors, whose spread tells no collapse."""
+    prefix = "statistics/"
     statistics = {
-        key.rpartition("/")[2]: value for key, value in record.items() if "statistics/" in key
+        key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)
     }
     return {name: value for name, value in statistics.items() if not name.startswith("anchor")}
 

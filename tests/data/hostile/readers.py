@@ -158,7 +158,7 @@ def slots(folder):
         workers=0,
         augment=AugmentConfig(randaugment=False, crop_scale=(1.0, 1.0), hflip=False),
     )
-    data = PretrainData(config, INPUTS, 1, seed=1, text=TEXT)
+    data = PretrainData(config, INPUTS, 1, seed=1, tokenizer=TEXT)
     [index] = data.indices
     outcomes = []
     for shard, entry in enumerate(index.shards):

@@ -102,7 +102,7 @@ def test_fields_shapes_and_values(make_shards, make_data):
     for row, image_id in enumerate(batch.image_ids.tolist()):
         raw = by_id[image_id]
         assert torch.equal(batch.to("cpu").pixels[row], prepare(Image.open(io.BytesIO(raw.image))))
-        texts = data.text(captions_of(raw.annotation)).text_ids
+        texts = data.tokenizer(captions_of(raw.annotation)).text_ids
         assert (texts == batch.text_ids[row]).all(1).any()
 
 
@@ -194,7 +194,9 @@ def test_captions_all_makes_a_sample_of_every_caption(make_shards, make_data):
         tuple(row)
         for shard, entry in enumerate(index.shards)
         for sample in range(entry.samples)
-        for row in data.text(captions_of(index.read_annotation(shard, sample))).text_ids.tolist()
+        for row in data.tokenizer(
+            captions_of(index.read_annotation(shard, sample))
+        ).text_ids.tolist()
     )
     assert Counter(map(tuple, batch.text_ids[batch.valid].tolist())) == expected
 
@@ -224,7 +226,7 @@ def test_slots_beyond_the_end_are_empty(make_shards, make_data):
     assert not batch.word_mask[empty].any()
     assert batch.attention_mask[empty].sum(1).tolist() == [2, 2, 2]
     ids = batch.text_ids[empty][:, :2].unique(dim=0).tolist()
-    assert ids == [[data.text.cls_id, data.text.sep_id]]
+    assert ids == [[data.tokenizer.cls_id, data.tokenizer.sep_id]]
     assert (batch.mlm_labels[empty] == -100).all()
     assert set(batch.image_ids[empty].tolist()) == {-1}
 

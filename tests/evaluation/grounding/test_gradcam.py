@@ -33,7 +33,7 @@ def encoded(model, rows=2):
 
 def odds(model, image, text):
     """Like `match`, but in float64."""
-    logits = model.match_logits(model.cross(image, text, need_image=False))
+    logits = model.itm_logits(model.cross(image, text, need_image=False))
     return logits[:, 1] - logits[:, 0]
 
 

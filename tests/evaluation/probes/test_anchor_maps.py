@@ -60,7 +60,7 @@ def test_details_equal_what_the_model_computes(model_folder, photo, tmp_path):
     with torch.no_grad():
         image = model.encode_image(loaded.preprocess(Image.open(photo))[None])
         text = model.encode_text(*loaded.text([TEXT]))
-        field = model.anchors(image, text)
+        field = model.anchor_paths(image, text)
         assert detail.match == pytest.approx(model.match(image, text).item(), abs=1e-6)
     maps = grad_cam(model, image, text, 0)[0].numpy()
     np.testing.assert_allclose(detail.gradcam_caption, maps[0], rtol=1e-5)

@@ -312,7 +312,7 @@ def test_word_maps_equal_those_of_single_captions(two_layers, scene_shards):
         image = model.encode_image(two_layers.preprocess(sample.image)[None])
         texts = model.encode_text(*two_layers.text(sample.captions))
         places = torch.arange(len(sample.captions))
-        field = model.anchors(image, texts, PairIndices(places, torch.zeros_like(places)))
+        field = model.anchor_paths(image, texts, PairIndices(places, torch.zeros_like(places)))
         maps = word_maps(model, image, texts, field)
     assert set(maps) == {"path", "Grad-CAM"}
     for number in range(len(sample.captions)):

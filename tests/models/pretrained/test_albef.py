@@ -83,7 +83,7 @@ def test_outputs_are_those_of_timm_and_transformers(kind, bert):
         between, last = transformers_text(state, bert, *text_inputs[:2], images)
     logits = last[:, 0] @ state["itm_head.weight"].T + state["itm_head.bias"]
     pairs = [(image.states, images), (text.states, between), (crossed.text, last)]
-    pairs.append((model.match_logits(crossed), logits))
+    pairs.append((model.itm_logits(crossed), logits))
     for side, states, feature in (
         ("vision", images, image.feature),
         ("text", between, text.feature),

@@ -43,13 +43,13 @@ def test_each_of_two_images_has_its_own_paths(folder, tmp_path):
     pixels = torch.randn(3, 1, 3, 16, 16)
     text = model.encode_text(*task.text([CAPTIONS[0]]))
     images = [model.encode_image(one) for one in pixels]
-    alone = model.anchors(images[0], text)
+    alone = model.anchor_paths(images[0], text)
     for other in (1, 2):
         both = model.cross_multi_image([images[0], images[other]], text, task.tags).paths
         patches = alone.similarity.shape[1]
         assert torch.equal(both.image_path[:, : 1 + patches], alone.image_path)
         assert torch.equal(both.text_path[:, :, : 1 + patches], alone.text_path)
-        theirs = model.anchors(images[other], text)
+        theirs = model.anchor_paths(images[other], text)
         assert torch.equal(both.image_path[:, 1 + patches :], theirs.image_path)
         mean = (alone.text_mean + theirs.text_mean) / 2
         torch.testing.assert_close(both.text_mean, mean)

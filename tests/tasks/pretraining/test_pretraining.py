@@ -161,7 +161,7 @@ def test_the_running_threshold_is_the_quantile_and_rests_in_evaluation():
     first = built.model.anchor_threshold.clone()
     clean = built.model.encode_image(batch().pixels)
     text = built.model.encode_text(batch().text_ids, batch().attention_mask, batch().word_mask)
-    similarity = built.model.anchors(clean, text).similarity.transpose(1, 2)[batch().word_mask]
+    similarity = built.model.anchor_paths(clean, text).similarity.transpose(1, 2)[batch().word_mask]
     assert float((similarity < first).float().mean()) == pytest.approx(0.9, abs=0.01)
     built(batch(seed=4), 1)
     assert built.model.anchor_threshold != first

@@ -48,10 +48,10 @@ TOKEN_PROJECTIONS = frozenset({"image_tokens", "text_tokens"})
 
 @dataclass
 class Step:
-    """Inputs of all objectives at one step, computed once, and the statistics for the log."""
+    """Inputs of all objectives in one forward pass, and the statistics for the log."""
 
-    # Optimiser steps from 0.
-    number: int
+    # Index of the optimiser step, from 0; for objectives of plugins.
+    index: int
     batch: Batch
     model: VLPModel
     # Outputs of both encoders, and of the teacher, on the unmasked batch.
@@ -83,9 +83,10 @@ class Term(NamedTuple):
 
 
 class Objective:
-    """Base of the objectives; the task calls an instance once a step (with GradCache, per chunk).
+    """Base of the objectives; the task calls an instance in each forward pass.
 
-    The task has an objective if `settings_of` returns settings for it.
+    With GradCache and `can_chunk` it is called for each chunk. The task has an objective if
+    `settings_of` returns settings for it.
 
     Args:
         settings: result of `settings_of`.
@@ -94,14 +95,15 @@ class Objective:
     """
 
     # True if it reads unmasked pairs alone: it runs first, before `anchor_threshold` is updated.
-    on_clean_pairs: ClassVar[bool] = False
-    # True if its losses are sums over sample groups, so that GradCache may run it on chunks.
+    on_unmasked_pairs: ClassVar[bool] = False
+    # True if its losses are sums over rows, or over sample groups that do not read each other: then
+    # GradCache may run it on chunks.
     can_chunk: ClassVar[bool] = False
     # True if its modules go into the model folder.
     saves_modules: ClassVar[bool] = True
     # True if the momentum teacher has a copy of its modules.
     has_teacher_copy: ClassVar[bool] = False
-    # Parts beside both encoders that its loss trains: cross_encoder, match_head, image_tokens,
+    # Parts besides both encoders that its loss trains: cross_encoder, match_head, image_tokens,
     # text_tokens. A part that no objective trains is frozen, as weight decay would shrink it.
     trains: frozenset[str] = frozenset({"cross_encoder", "match_head"}) | TOKEN_PROJECTIONS
 
@@ -122,7 +124,7 @@ class Objective:
         raise NotImplementedError
 
 
-# By name, in the order in which they run and losses are summed, `on_clean_pairs` ones first.
+# By name, in the order in which they run and losses are summed, `on_unmasked_pairs` ones first.
 OBJECTIVES: dict[str, type[Objective]] = {}
 
 
@@ -146,8 +148,7 @@ def register_objective(
 PAPER_MARGIN = 0.05
 # Initial value of the sigmoid loss's learned bias, as in SigLIP: nearly all pairs are negatives.
 SIGMOID_BIAS = -10.0
-# Initial value of the learned scale of token logits; 5 and 20 give a lower pointing accuracy
-# (configs/ablation/results).
+# Initial value of the learned scale of token logits.
 TOKEN_SCALE = 10.0
 
 
@@ -158,7 +159,7 @@ class Contrastive(Objective):
     (Eqs 1-2) reads tokens instead of soft targets. Loss: `contrastive`.
     """
 
-    on_clean_pairs: ClassVar[bool] = True
+    on_unmasked_pairs: ClassVar[bool] = True
     settings: ContrastiveConfig
 
     def __init__(self, settings: Any, objectives: ObjectivesConfig, model: ModelConfig) -> None:
@@ -225,7 +226,7 @@ def pair_temperature(model: VLPModel, objectives: ObjectivesConfig) -> Tensor | 
     """Return the temperature of pair similarities, without gradient."""
     contrastive = objectives.contrastive
     if contrastive and contrastive.kind == "paper":
-        return 1 / contrastive.scale  # lambda of Eq. 1, which is not learned
+        return 1 / contrastive.scale  # 1 / lambda of Eq. 1, which is not learned
     return model.temperature().detach()
 
 
@@ -236,7 +237,7 @@ class SigmoidContrastive(Objective):
     starts at 0.1 in SigLIP's paper. Loss: `contrastive`.
     """
 
-    on_clean_pairs: ClassVar[bool] = True
+    on_unmasked_pairs: ClassVar[bool] = True
     trains = frozenset()
     saves_modules: ClassVar[bool] = False
     settings: ContrastiveConfig
@@ -276,7 +277,7 @@ class TokenTerms(Objective):
     against images), `phrase` (a word imitates a more selective neighbour). Logs `token_scale`.
     """
 
-    on_clean_pairs: ClassVar[bool] = True
+    on_unmasked_pairs: ClassVar[bool] = True
     trains = TOKEN_PROJECTIONS
     saves_modules: ClassVar[bool] = False
     can_chunk: ClassVar[bool] = True
@@ -325,10 +326,10 @@ class ImageTextMatching(Objective):
     """Classification of matching pairs against hard negatives of each image and each text.
 
     Inputs: both encoders' outputs on the unmasked batch; `batch.uniform` draws the negatives.
-    Loss: `itm`, pairwise or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
+    Loss: `itm`, binary or listwise, with anchor paths of the matching pairs. Logs `itm_accuracy`.
     """
 
-    on_clean_pairs: ClassVar[bool] = True
+    on_unmasked_pairs: ClassVar[bool] = True
     can_chunk: ClassVar[bool] = True
     settings: ITMConfig
 
@@ -343,7 +344,8 @@ class ImageTextMatching(Objective):
         with torch.no_grad(), torch.autocast(batch.pixels.device.type, enabled=False):
             temperature = pair_temperature(step.model, self.objectives)
             similarity = image.feature @ text.feature.T / temperature
-        settings, num_negatives = self.settings, self.settings.listwise or 1
+        settings = self.settings
+        num_negatives = settings.listwise or 1  # the binary loss has one
         negatives = hard_negatives(
             similarity, batch.pair_ids, batch.valid, batch.uniform, settings.group, num_negatives
         )
@@ -353,14 +355,15 @@ class ImageTextMatching(Objective):
             texts=torch.cat([rows, negatives.text_for_image, row_of_negative]),
             images=torch.cat([rows, row_of_negative, negatives.image_for_text]),
         )
-        # The ITM head reads [CLS] (token 0) alone, so the last layer needs no other query.
+        # With pooling `cls` the head reads [CLS] (token 0) alone: where passes share images, the
+        # last layer computes only this query.
         image_kv, query_indices = step.image_key_values(), None
         if image_kv is not None and step.model.config.cross.pooling == "cls":
             query_indices = torch.zeros_like(pairs.texts)[:, None]
         features = step.model.cross(
             image, text, pairs, need_image=False, image_kv=image_kv, query_indices=query_indices
         )
-        logits = step.model.match_logits(features)
+        logits = step.model.itm_logits(features)
         paths = features.paths
         if paths is not None:
             paths = paths.map(lambda part: part[: len(rows)].detach())
@@ -420,12 +423,12 @@ class MaskedLanguageModelling(Objective):
     def _predict(
         self, model: VLPModel, head: nn.Module, image: ImageFeatures, step: Step
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (R, vocabulary) and labels (R,); -100 labels surplus rows on a GPU."""
+        """Return logits (R, vocabulary) and labels (R,); on a GPU surplus rows have label -100."""
         batch = step.batch
         masked_text = model.encode_text(batch.mlm_ids, batch.attention_mask, batch.word_mask)
         labels, max_masked, image_kv, query_indices = batch.mlm_labels, None, None, None
-        # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed; a CPU
-        # computes only the queries of masked tokens.
+        # On a GPU, reading the count of masked tokens would stall the stream, so R is fixed. On a
+        # CPU, where passes share images, only the queries of masked tokens are computed.
         if on_gpu(labels):
             max_masked = masked_token_bound(labels.numel(), self.settings.probability)
         elif step.shares_images:
@@ -473,8 +476,8 @@ class MaskedImageModelling(Objective):
             features = model.cross(model.encode_image(batch.pixels, apply_mask), step.text)
             assert features.image is not None
             states = features.image
-        patches = self.head(states[:, 1:])  # without [CLS]
-        loss = mim_loss(patches, batch.pixels, batch.mim_mask, batch.valid)
+        predicted_pixels = self.head(states[:, 1:])  # without [CLS]
+        loss = mim_loss(predicted_pixels, batch.pixels, batch.mim_mask, batch.valid)
         return {"mim": Term(loss, 1.0)}
 
 

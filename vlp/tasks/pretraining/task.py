@@ -98,14 +98,14 @@ class Pretraining(Task):
             batch = batch.without_padding()
         with self.autocast(batch.pixels.device):
             step_inputs = self._encode(batch, step)
-            terms, paths = self._run_objectives(step_inputs, on_clean_pairs=True)
+            terms, paths = self._run_objectives(step_inputs, on_unmasked_pairs=True)
             paths = self._matching_paths(step_inputs, paths)
             if step_inputs.is_logged:
                 step_inputs.statistics |= step_statistics(step_inputs, paths)
             if paths is not None:
                 self._update_threshold(step_inputs.batch, paths)
             del paths  # frees memory: the other objectives do not read them
-            terms |= self._run_objectives(step_inputs, on_clean_pairs=False)[0]
+            terms |= self._run_objectives(step_inputs, on_unmasked_pairs=False)[0]
             return self.step_output(
                 {name: term.loss for name, term in terms.items()},
                 {name: term.weight for name, term in terms.items()},
@@ -135,7 +135,7 @@ class Pretraining(Task):
         cross_encoder = self.model.cross_encoder
         shares_images = not self.is_compiled and cross_encoder.shares_images(image.states)
         return Step(
-            number=step,
+            index=step,
             batch=batch,
             model=self.model,
             image=image,
@@ -159,12 +159,12 @@ class Pretraining(Task):
         return concatenate(images), concatenate(texts)
 
     def _run_objectives(
-        self, step: Step, on_clean_pairs: bool
+        self, step: Step, on_unmasked_pairs: bool
     ) -> tuple[dict[str, Term], AnchorPaths | None]:
         """Run the objectives on clean pairs, or the others; return their terms and paths."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
-            if objective.on_clean_pairs == on_clean_pairs:
+            if objective.on_unmasked_pairs == on_unmasked_pairs:
                 with record_function(f"pass/{name}"):
                     if self.grad_cache is not None and objective.can_chunk:
                         terms |= run_in_chunks(objective, step, self.grad_cache)
@@ -178,7 +178,7 @@ class Pretraining(Task):
         """Return the paths of the matching pairs, computed here if no objective gave them."""
         if "anchor" not in self.config.cross.position:
             return None
-        return self.model.anchors(step.image, step.text) if paths is None else paths
+        return self.model.anchor_paths(step.image, step.text) if paths is None else paths
 
     def _update_threshold(self, batch: Batch, paths: AnchorPaths) -> None:
         """Move a running threshold towards the quantile of the matching pairs, in training."""
