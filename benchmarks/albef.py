@@ -127,7 +127,7 @@ class OurStep:
         image, text = functional.normalize(torch.randn(2, size, width), dim=-1)
         # Negative ids: no key counts as the same image.
         ids = -1 - torch.arange(size)[:, None].expand(-1, 2)
-        teacher.queue.push(image, text, ids)
+        teacher.queue.push(image, text, ids, torch.ones(size, dtype=torch.bool))
 
     def losses(self) -> dict[str, float]:
         """Return the losses of the batch by name, without training."""

@@ -55,7 +55,7 @@ def train_step(part):
     key_ids, key_valid = gather(ids), gather(valid)
     negatives = hard_negatives(5 * image @ text.T, ids, valid, batch["draws"], GROUP)
     joint = torch.cat([image, text[negatives.text_for_image]], -1)
-    tokens = token_losses(
+    caption_loss, word_loss = token_losses(
         *(image_tokens, text_tokens, batch["word_mask"], batch["words"], ids, valid),
         *(weights["tau"], GROUP),
     )
@@ -67,8 +67,8 @@ def train_step(part):
                 valid=valid,
                 candidate_valid=key_valid,
             ),
-            "token": tokens.captions,
-            "word": tokens.words,
+            "token": caption_loss,
+            "word": word_loss,
             "itm": itm_loss(
                 joint @ weights["match"], torch.zeros(len(ids)).long(), negatives.exists
             ),

@@ -86,13 +86,13 @@ def pairs():
 def test_pairs_of_one_image_or_with_equal_captions_are_positives():
     ids = torch.tensor([[3, 30], [5, 50], [7, 30], [3, 31]])
     queue = KeyQueue(4, 3)
-    queue.push(torch.zeros(4, 3), torch.zeros(4, 3), ids)
+    queue.push(torch.zeros(4, 3), torch.zeros(4, 3), ids, torch.ones(4) > 0)
     for candidates in (ids, queue.keys().pair_ids):
         same = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]])
         assert torch.equal(positives(ids, candidates), same > 0)
     by_image = positives(torch.tensor([3, 5]), torch.tensor([5, 3, 3]))
     assert by_image.int().tolist() == [[0, 1, 1], [1, 0, 0]]
-    queue.push(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([9]))
+    queue.push(torch.zeros(1, 3), torch.zeros(1, 3), torch.tensor([9]), torch.ones(1) > 0)
     assert queue.pair_ids[0].tolist() == [9, 9]
 
 
@@ -210,7 +210,7 @@ def test_loss_and_gradients_are_those_of_all_pairs(ranks, tmp_path):
 def keys(first, number):
     ids = torch.arange(first, first + number)[:, None].expand(-1, 2)
     image = ids[:, :1].float().repeat(1, 3)
-    return image, -image, ids
+    return image, -image, ids, torch.ones(number) > 0
 
 
 @settings(max_examples=80, deadline=None)
@@ -220,8 +220,8 @@ def test_holds_the_latest_valid_keys(size, pushes, seed):
     random = torch.Generator().manual_seed(seed)
     history, first = [], 0
     for number in pushes:
-        image, text, ids = keys(first, number)
-        valid = torch.rand(number, generator=random) < 0.7
+        image, text, ids, valid = keys(first, number)
+        valid &= torch.rand(number, generator=random) < 0.7
         queue.push(image, text, ids, valid)
         history += ids[valid, 0].tolist()
         first += number
@@ -233,16 +233,16 @@ def test_holds_the_latest_valid_keys(size, pushes, seed):
 
 
 def test_refuses_the_student():
-    image, text, ids = keys(0, 2)
+    image, text, *rows = keys(0, 2)
     with pytest.raises(ValueError, match="teacher's keys only"):
-        KeyQueue(4, 3).push(image.requires_grad_(), text, ids)
+        KeyQueue(4, 3).push(image.requires_grad_(), text, *rows)
     with pytest.raises(ValueError, match="teacher's keys only"):
-        KeyQueue(4, 3).push(image.detach(), text.requires_grad_(), ids)
+        KeyQueue(4, 3).push(image.detach(), text.requires_grad_(), *rows)
 
 
 def test_keys_that_are_not_finite_stay_out():
     queue = KeyQueue(4, 3)
-    image, text, ids = keys(0, 4)
+    image, text, ids, _ = keys(0, 4)
     image[1, 2], text[3, 0] = torch.nan, torch.inf
     queue.push(image, text, ids, torch.tensor([False, True, True, True]))
     assert queue.keys().pair_ids[:, 0].tolist() == [2]

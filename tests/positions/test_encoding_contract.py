@@ -322,10 +322,9 @@ def test_impossible_options_are_named(name, options, word):
 
 def test_a_prefix_needs_its_bucket():
     for name in ("irpe-product", "shaw", "huang", "transformer-xl", "sasa"):
-        if "prefix_bucket" in position_options(name):
-            run, _ = in_attention(made(name, {"prefix_bucket": False}))
-            with pytest.raises(ValueError, match=rf"{name}.*prefix_bucket"):
-                run(torch.randn(1, 7, WIDTH).double(), PositionContext(GRID, 1))
+        run, _ = in_attention(made(name, {"prefix_bucket": False}))
+        with pytest.raises(ValueError, match=rf"{name}.*prefix_bucket"):
+            run(torch.randn(1, 7, WIDTH).double(), PositionContext(GRID, 1))
 
 
 @pytest.mark.parametrize("name", list_positions())

@@ -41,16 +41,9 @@ def test_pairs_differ_only_in_what_they_should(kind, split):
             ]
             assert values[0] == values[1]
         assert sorted(pair.scene.tints) == sorted(pair.twin.tints)
-
-
-@pytest.mark.parametrize("kind", SWAP_KINDS)
-def test_pairs_for_training_hold_nothing_that_is_held_out(kind):
-    for index in range(60):
-        pair = sample_swap(0, index, kind, "train")
         assert len(pair.scene.objects) >= (1 if kind == "place" else 2)
-        for scene in (pair.scene, pair.twin):
-            assert not held_out_pairs(scene, "swaps")
-            assert not held_out_pairs(scene, "unseen")
+        for scene in (pair.scene, pair.twin) if split == "train" else ():
+            assert not held_out_pairs(scene, "swaps") + held_out_pairs(scene, "unseen")
 
 
 @pytest.mark.parametrize("kind", SWAP_KINDS)

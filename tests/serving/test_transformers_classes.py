@@ -338,18 +338,15 @@ def test_answers_are_the_tasks(tuned, tmp_path):
     assert torch.equal(again(**inputs).logits, logits)
 
 
-def test_auto_classes_find_both_models(tuned):
+@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
+def test_auto_classes_find_both_models_and_take_a_device_map(tuned, device_map):
     from transformers import AutoModel
     from transformers import AutoModelForVisualQuestionAnswering as Answering
 
-    assert isinstance(AutoModel.from_pretrained(tuned[0]), vlp.VlpModel)
-    assert isinstance(Answering.from_pretrained(tuned[0]), vlp.VlpForQuestionAnswering)
-
-
-@pytest.mark.parametrize("device_map", ["auto", {"": "cpu"}])
-def test_a_device_map_of_one_device_is_taken(tuned, device_map):
-    model = vlp.VlpForQuestionAnswering.from_pretrained(tuned[0], device_map=device_map)
-    assert next(model.parameters()).device.type == "cpu"
+    for auto, kind in ((AutoModel, vlp.VlpModel), (Answering, vlp.VlpForQuestionAnswering)):
+        model = auto.from_pretrained(tuned[0], device_map=device_map)
+        assert isinstance(model, kind)
+        assert next(model.parameters()).device.type == "cpu"
 
 
 def test_one_image_and_several_questions(tuned, photo):

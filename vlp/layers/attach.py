@@ -126,7 +126,6 @@ def drop_absolute(model: Model) -> Model:
 
 
 def _adapter(model: nn.Module) -> Any:
-    """Return the adapter of a model's class."""
     from vlp.layers.backbones.adapters import ADAPTERS
 
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
@@ -140,7 +139,6 @@ def _adapter(model: nn.Module) -> Any:
 
 
 def _refusal(model: nn.Module) -> str:
-    """Return the reason why encodings cannot be attached to a model."""
     class_names = {type(module).__name__ for module in model.modules()}
     for name, reason in IMPOSSIBLE.items():
         if name in class_names:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.compilation import log_once, off_cpu, on_gpu
-from vlp.positions.anchor import has_triton
+from vlp.positions.anchor import HAS_TRITON
 from vlp.positions.base import (
     PositionContext,
     PositionEncoding,
@@ -263,7 +263,7 @@ class Attention(nn.Module):
             return False
         is_alone = len(self.positions) == 1 and type(self.probabilities) is nn.Identity
         head_width = self.query.out_features // self.heads
-        is_supported = head_width <= 256 and states.dtype != torch.float64 and has_triton()
+        is_supported = head_width <= 256 and states.dtype != torch.float64 and HAS_TRITON
         if not (is_alone and is_supported):
             _log_explicit(head_width, len(self.positions), states.dtype)
         return is_alone and is_supported
@@ -298,8 +298,6 @@ class CausalAttention(nn.Module):
     Without encodings, or with `rotate` hooks alone, it uses PyTorch's fused causal kernel.
 
     Args:
-        width: channels of the states.
-        heads: attention heads; divide the width.
         positions: encodings with `rotate`, `bias` and `value` hooks; `causal` must be True.
         scale: see `attend`.
     """

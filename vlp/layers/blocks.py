@@ -96,9 +96,6 @@ class CrossLayer(nn.Module):
     which are then normalised. Both streams finish `self_attend` before `cross_attend`.
 
     Args:
-        width: channels of the states.
-        heads: attention heads.
-        intermediate: channels of the feed-forward.
         cross_output: whether the cross-attention has an output projection (layout `albef`).
         positions: encodings of the cross-attention.
         self_positions: encodings of the self-attention.

@@ -371,7 +371,6 @@ class ImageConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _move_architecture_options(cls, values: Any) -> Any:
-        """Move `architecture_options` into the mapping of `architecture`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
         others = {key: value for key, value in values.items() if key != "architecture_options"}

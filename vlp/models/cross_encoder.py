@@ -210,17 +210,9 @@ def _create_cross_modal(name: str, config: CrossConfig, width: int) -> PositionE
     if name not in ("anchor", "uniform"):
         sizes = {"width": width, "heads": config.heads}
         return create_fitting_position(name, sizes, **config.options.get(name, {}))
-    options = config.anchor_options
-    return create_position(
-        name,
-        width=width,
-        heads=config.heads,
-        groups=config.anchor.groups,
-        roles=options.roles,
-        mode=options.mode,
-        shared_heads=options.shared_heads,
-        scale=options.scale,
-    )
+    options = config.anchor_options.model_dump(include={"roles", "mode", "shared_heads", "scale"})
+    sizes = {"width": width, "heads": config.heads, "groups": config.anchor.groups}
+    return create_position(name, **sizes, **options)
 
 
 def create_stream_encoding(

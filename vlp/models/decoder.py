@@ -276,8 +276,6 @@ def beam_search(
             returns log-probabilities of the next id (rows * beams, vocabulary). Sequence i
             continues sequence parents[i] of the previous call. A row's beams are adjacent; the
             first call has one beam per row.
-        rows: number of independent searches.
-        start, end: ids of the first token and of the end.
         length: maximum number of ids after the first.
         penalty: exponent of the length penalty; 0 favours short sequences.
     """

@@ -395,11 +395,8 @@ def require_sizes(
 ) -> None:
     """Require weights of the sizes of a task's module, before the module takes memory.
 
-    Args:
-        values: configuration of the task, not validated.
-        create: creates the module.
-        weights: by name; weights of the submodule `model`, which is loaded already, may be absent.
-        file: of the configuration, for messages.
+    values: configuration of the task in `file`, not validated. weights: by name; the submodule
+    `model`, which is loaded already, may be left out.
     """
     _require_depth(values, len(weights), file)
     try:

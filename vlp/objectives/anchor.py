@@ -25,9 +25,10 @@ def anchor_loss(
     if text_mask is None:
         text_mask = positive.new_ones(text_tokens.shape[:2])
     valid, candidate_valid = positive.new_ones(len(positive)), positive.new_ones(positive.shape[1])
-    pairs, tokens = (image, text, image_candidates, text_candidates), (image_tokens, text_tokens)
-    options = text_mask, scale, margin, valid, candidate_valid
-    loss = paper_anchor_loss(*pairs, positive, *tokens, *options)
+    pairs = image, text, image_candidates, text_candidates, positive
+    loss = paper_anchor_loss(
+        *pairs, image_tokens, text_tokens, text_mask, scale, margin, valid, candidate_valid
+    )
     return loss.total / loss.count.clamp(min=1)
 
 

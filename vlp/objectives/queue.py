@@ -38,7 +38,7 @@ _STATE = {
 def _overwrite_oldest(
     queue: tuple[Tensor, Tensor, Tensor],
     batch: tuple[Tensor, Tensor, Tensor],
-    valid: Tensor | None,
+    valid: Tensor,
     pointer: Tensor,
     filled: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -47,9 +47,7 @@ def _overwrite_oldest(
     Returns the new pointer and number of keys.
     """
     size, rows = len(queue[0]), len(batch[0])
-    mask = batch[0].isfinite().all(-1) & batch[1].isfinite().all(-1)
-    if valid is not None:
-        mask &= valid
+    mask = batch[0].isfinite().all(-1) & batch[1].isfinite().all(-1) & valid
     count = mask.sum()
     # Without a synchronisation `count` is unknown: sort valid rows to the front and write a fixed
     # number of rows, of which those beyond `count` write the old keys again.
@@ -94,9 +92,7 @@ class KeyQueue:
         return Keys(self.image[:end], self.text[:end], self.pair_ids[:end], valid)
 
     @torch.no_grad()
-    def push(
-        self, image: Tensor, text: Tensor, pair_ids: Tensor, valid: Tensor | None = None
-    ) -> None:
+    def push(self, image: Tensor, text: Tensor, pair_ids: Tensor, valid: Tensor) -> None:
         """Replace the oldest keys by the last `size` of the keys of all ranks.
 
         Args:

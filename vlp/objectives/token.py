@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from vlp.compilation import region
-from vlp.objectives.contrastive import (
-    as_pairs,
-    candidate_cross_entropy,
-    match_by_links,
-    positives,
-)
+from vlp.objectives.contrastive import as_pairs, candidate_cross_entropy, match_by_links, positives
 from vlp.objectives.loss import Loss, sample_groups
 from vlp.precision import full_precision, no_autocast
 
@@ -75,13 +70,6 @@ class _WordResponse(torch.autograd.Function):
         return words_grad, image_tokens_grad, None
 
 
-class TokenLosses(NamedTuple):
-    """Loss of whole captions, summed over texts, and of single words, summed over words."""
-
-    captions: Loss
-    words: Loss
-
-
 @region
 def token_losses(
     image_tokens: Tensor,
@@ -92,8 +80,10 @@ def token_losses(
     valid: Tensor,
     scale: Tensor | float,
     group_size: int = 16,
-) -> TokenLosses:
-    """Compute both losses within sample groups, with logits `scale * word_response`.
+) -> tuple[Loss, Loss]:
+    """Compute the losses of captions, summed over texts, and of words, summed over words.
+
+    Logits within sample groups are `scale * word_response`.
 
     Captions: symmetric cross-entropy of the mean logit of a text's words. Captions of one image,
     and equal captions, share the target; other `related` pairs are no candidates.
@@ -112,7 +102,6 @@ def token_losses(
         valid: (B,) bool; other rows, and rows of texts without words, are left out as
             queries and as candidates.
         scale: factor of the logits, an inverse temperature.
-        group_size: samples per group.
     """
     groups = sample_groups(image_tokens.shape[0], group_size)
     image_tokens, text_tokens, word_mask, word_ids, pair_ids, valid = (
@@ -132,10 +121,8 @@ def token_losses(
     mean_response = (response * word_mask[..., None]).sum(-2) / word_count[..., None]
     is_caption = is_pair.mT & valid[:, :, None] & valid[:, None, :]
     has_word = _images_with_word(word_ids, word_mask, is_caption)
-    return TokenLosses(
-        _caption_loss(scale * mean_response.mT, positive, candidates, valid),
-        _word_loss(scale * response, has_word, word_mask, valid),
-    )
+    caption_loss = _caption_loss(scale * mean_response.mT, positive, candidates, valid)
+    return caption_loss, _word_loss(scale * response, has_word, word_mask, valid)
 
 
 def _caption_loss(logits: Tensor, positive: Tensor, candidates: Tensor, valid: Tensor) -> Loss:

@@ -91,10 +91,9 @@ class DirectionalDistance(PositionEncoding):
         variant: Variant = "two-slope",
     ) -> None:
         super().__init__()
-        self.grid = None if grid is None else (grid[0], grid[1])
         # Raises for impossible options.
-        bias(*(self.grid or (1, 1)), heads, ratio, variant)
-        self.heads, self.ratio, self.variant = heads, ratio, variant
+        bias(*(grid or (1, 1)), heads, ratio, variant)
+        self.grid, self.heads, self.ratio, self.variant = grid, heads, ratio, variant
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return the bias of every pair, (1, heads, T, T); a cached tensor, read only."""

@@ -33,11 +33,6 @@ def axis_transform(x: Tensor, dim: int) -> Tensor:
     return torch.stack(slices, dim)
 
 
-def manhattan_transform(x: Tensor) -> Tensor:
-    """Return y[m] = min over patches i of x[i] + |m - i|, Manhattan: (..., rows, columns, N)."""
-    return axis_transform(axis_transform(x, -3), -2)
-
-
 def chebyshev_transform(x: Tensor) -> Tensor:
     """Return y[m] = min over patches i of x[i] + |m - i|, Chebyshev: (..., rows, columns, N)."""
     rows = list(x.unbind(-3))
@@ -224,7 +219,7 @@ def _launch_grid(x: Tensor) -> tuple[int]:
 # Numbers of an intermediate result that stay in a core's cache: 1 MiB of float32.
 _CACHED_NUMBERS = 1 << 18
 # At import, as `torch.compile` cannot trace `find_spec` (PyTorch 2.11).
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def group_similarity(image: Tensor, text: Tensor, groups: int) -> Tensor:
@@ -336,7 +331,7 @@ def anchor_path(
         and patch_reach is not None
         and kernel_supports(text_reach, patch_reach)
         and on_gpu(distance)
-        and has_triton()
+        and HAS_TRITON
     ):
         path, reachable = windowed_path(distance, grid, word_mask, text_reach, patch_reach, metric)
         return path.view(shape), reachable.view(shape)
@@ -432,11 +427,6 @@ def _token_penalty(word_mask: Tensor, dtype: torch.dtype) -> Tensor:
     return penalty.masked_fill_(~word_mask, math.inf)[:, None, None, None]
 
 
-def has_triton() -> bool:
-    """Return whether Triton is installed."""
-    return _HAS_TRITON
-
-
 def _may_overwrite(x: Tensor) -> bool:
     # Autograd and the compiler need intermediate results unchanged.
     return not (x.requires_grad or torch.compiler.is_compiling())
@@ -469,7 +459,7 @@ def _shortest_path(
     # Tokens that are no words have no path, but the minimum over tokens gave them one.
     path = path if penalty is None else path + penalty
     if patch_reach is None and metric == "manhattan":
-        return manhattan_transform(path)
+        return axis_transform(axis_transform(path, -3), -2)
     if patch_reach is None and metric == "chebyshev":
         return chebyshev_transform(path)
     reach = max(path.shape[-3:-1]) if patch_reach is None else patch_reach

@@ -50,8 +50,7 @@ class AnchorPosition(PositionEncoding):
         value_pooled: bool = True,
     ) -> None:
         super().__init__()
-        unknown = set(roles) - {"query", "key", "value"}
-        if unknown:
+        if unknown := set(roles) - {"query", "key", "value"}:
             raise ValueError(f"unknown roles {sorted(unknown)}; known: query, key, value")
         require_choice("mode", mode, ("contextual", "bias"))
         per_head = head_width("anchor", width, heads)

@@ -38,8 +38,6 @@ def carry_over(
     """Return the tables of a trained encoding, resized for another grid.
 
     Args:
-        name: of the encoding, for messages.
-        encoding: the encoding for `grid`.
         trained: the encoding for `trained_grid`; its weights are not read.
         tables: trained weights by their names in the encoding; may be empty.
         grid: (rows, columns) of the new grid; a sequence is one row.

@@ -65,6 +65,9 @@ def longest_offset(offsets: Offsets, grid: tuple[int, int]) -> int:
 class ClippedPosition(LookupPosition):
     """Base of encodings with a table row per clipped offset; one table serves every grid.
 
+    Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
+    (papers.md#irpe-i10). Tables start at zero, at which the layer's function is unchanged.
+
     Args:
         name: of the encoding, for error messages.
         width, heads: channels and attention heads of the layer.
@@ -99,8 +102,7 @@ class ClippedPosition(LookupPosition):
             if grid is None:
                 raise ValueError(f"{name} needs the option reach, or a grid that determines it")
             reach = longest_offset(offsets, grid)
-        self.name, self.offsets, self.reach = name, offsets, reach
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.name, self.grid, self.offsets, self.reach = name, grid, offsets, reach
         self.head_width = head_width(name, width, heads)
         self.scale = self.head_width**-0.5
         self.table_heads = 1 if shared_heads else heads

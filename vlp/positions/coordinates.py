@@ -87,7 +87,6 @@ def token_coordinates(
     start at the image's corner.
 
     Args:
-        name: of the encoding, for error messages.
         dimensions: 2 for points, 4 for boxes.
         x: (B, T, width); only its shape, device and dtype are read.
         grid: (rows, columns) where the context has no grid.
@@ -137,7 +136,6 @@ def patches_per_side(
 def _require_coordinates(
     name: str, dimensions: int, x: Tensor, context: PositionContext, coordinates: Tensor
 ) -> None:
-    """Raise ValueError for coordinates of a wrong shape or range."""
     expected = (x.shape[-2] - context.prefix_tokens, dimensions)
     batch = (1, x.shape[0])
     shape = tuple(coordinates.shape)
@@ -175,6 +173,17 @@ def resolve_grid(
     return grid
 
 
+def resolve_length(name: str, length: int | None, grid: tuple[int, int] | None) -> int:
+    """Return `length`, or else the number of patches of `grid`; both must agree."""
+    patches = None if grid is None else grid[0] * grid[1]
+    length = patches if length is None else length
+    if length is None or length < 1 or (patches is not None and patches != length):
+        raise ValueError(
+            f"{name} needs a positive length or a grid, not length {length} and grid {grid}"
+        )
+    return length
+
+
 def require_grid_tokens(
     name: str,
     context: PositionContext,
@@ -185,12 +194,8 @@ def require_grid_tokens(
 ) -> tuple[int, int]:
     """Return the grid (rows, columns) of self-attention over the prefix and a whole grid.
 
-    Args:
-        name: of the encoding, for error messages.
-        grid: (rows, columns) where the context has no grid.
-        queries: number of query tokens.
-        keys: number of key tokens.
-        prefix_bucket: whether the encoding has a row for prefix tokens.
+    grid: where the context has none. queries, keys: numbers of tokens. prefix_bucket: whether the
+    encoding has a row for prefix tokens.
     """
     rows, columns = resolve_grid(name, context, grid)
     prefix = context.prefix_tokens

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from vlp.positions.base import PositionContext, PositionEncoding
+from vlp.positions.coordinates import resolve_length
 from vlp.positions.options import head_width
 from vlp.precision import full_precision
 
@@ -31,8 +32,7 @@ def cope_bias(
     computed in float32, also under autocast.
 
     Args:
-        query: (..., T, d).
-        key: (..., T, d).
+        query, key: (..., T, d).
         table: (P, d), the vectors e of positions 0 .. P-1, or (heads, P, d); positions beyond share
             the last row (papers.md#sape-s11). T + 1 rows suffice for every position.
         causal: keys after the query are not counted and have bias 0; the caller masks them.
@@ -89,16 +89,11 @@ class ContextualPosition(PositionEncoding):
     ) -> None:
         super().__init__()
         channels = head_width("cope", width, heads)
-        patches = None if grid is None else grid[0] * grid[1]
-        length = patches if length is None else length
-        if length is None or length < 1 or (patches is not None and patches != length):
-            raise ValueError(
-                f"cope needs a positive length or a grid, not length {length} and grid {grid}"
-            )
         self.causal, self.gate_scale, self.bias_scale = causal, gate_scale, bias_scale
         rows = 1 if shared_heads else heads
         # Zero as in the authors' code: the layer's function is unchanged.
-        self.table = nn.Parameter(torch.zeros(rows, length + 1, channels))
+        positions = resolve_length("cope", length, grid) + 1
+        self.table = nn.Parameter(torch.zeros(rows, positions, channels))
 
     def bias(self, query: Tensor, key: Tensor, context: PositionContext) -> Tensor:
         """Return `cope_bias` of the tokens after the prefix, 0 for the prefix: (B, heads, T, T)."""

@@ -151,8 +151,7 @@ class FourierPosition(TokenEncoding):
         if not 0 < gamma < math.inf:
             raise ValueError(f"fourier: gamma must be positive, not {gamma}")
         require_extent("fourier", extent)
-        self.dimensions, self.groups, self.extent = dimensions, groups, extent
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.grid, self.dimensions, self.groups, self.extent = grid, dimensions, groups, extent
 
         shape = features // 2, dimensions // groups
         frequencies = _initial_frequencies(shape, initialisation, gamma)
@@ -222,8 +221,7 @@ class MLPPosition(TokenEncoding):
         if dimensions not in (2, 4):
             raise ValueError(f"mlp positions have 2 or 4 dimensions, not {dimensions}")
         require_extent("mlp", extent)
-        self.dimensions, self.extent = dimensions, extent
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.grid, self.dimensions, self.extent = grid, dimensions, extent
         self.modulator = Modulator(dimensions, hidden, width, approximate, dropout)
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:

@@ -16,9 +16,6 @@ class HuangPosition(ClippedPosition):
     (supplement 4, papers.md#irpe-i15): this is `irpe-product` with function "clip" and one table
     for queries and keys. With the default reach it has the 7 x 7 + 1 = 50 rows of Table 5's costs.
 
-    Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
-    (papers.md#irpe-i10). The table starts at zero, at which the layer's function is unchanged.
-
     The options are explained in `ClippedPosition`.
     """
 

@@ -94,7 +94,7 @@ class RelativePosition(LookupPosition):
                 f"{self.name} ranks the distances of one grid: set the option grid, "
                 "universe='global' or variant='squared'"
             )
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.grid = grid
         if self.ranks_on_grid:
             # The table has the same shape on every grid, so the state holds the grid, too.
             self.register_buffer("ranked_grid", torch.tensor(self.grid))
@@ -114,7 +114,6 @@ class RelativePosition(LookupPosition):
         )
 
     def _require_effect(self, roles: Sequence[str], q_ids_transposed: bool) -> None:
-        """Raise ValueError for options that have no effect with this method or these roles."""
         require_default = partial(require_defaults, self.name, RelativePosition)
         method, variant = self.buckets["method"], self.buckets["variant"]
         if method != "euclidean":

@@ -20,7 +20,6 @@ class KernelOperator:
     `torch.compile`, fake tensors and dispatch modes see one opaque operator.
 
     Args:
-        name: of the operator.
         function: launches the kernel; its first argument is a tensor.
         fake: allocates results of the same shapes and dtypes for the same arguments.
         setup_context: as in `torch.autograd.Function`, called with (ctx, inputs, output).

@@ -13,6 +13,7 @@ from vlp.positions.coordinates import (
     require_grid,
     require_patches,
     resolve_grid,
+    resolve_length,
     token_coordinates,
     vertical_first,
 )
@@ -44,14 +45,8 @@ class LearnedPosition(TokenEncoding):
         mixer: bool = False,
     ) -> None:
         super().__init__("learned-1d", width, mixer)
-        patches = None if grid is None else grid[0] * grid[1]
-        length = patches if length is None else length
-        if length is None or length < 1 or (patches is not None and patches != length):
-            raise ValueError(
-                f"learned-1d needs a positive length or a grid, not length {length} and grid {grid}"
-            )
-        self.grid = None if grid is None else (grid[0], grid[1])
-        self.table = _table(length, width, deviation, self.name)
+        self.grid = grid
+        self.table = _table(resolve_length(self.name, length, grid), width, deviation, self.name)
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return vectors of the first positions: (1, T - prefix, width)."""
@@ -152,8 +147,7 @@ class LearnedBoxPosition(TokenEncoding):
             raise ValueError(f"learned-4d: width {width} is not a multiple of 4, for four edges")
         if places < 2:
             raise ValueError(f"learned-4d needs at least two places, not {places}")
-        self.combine = combine
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.combine, self.grid = combine, grid
         channels = width // 4 if combine == "concat" else width
         self.table_top = _table(places, channels, deviation, self.name)
         self.table_left = _table(places, channels, deviation, self.name)

@@ -65,7 +65,6 @@ def products(
         states: (batch, heads, T, channels), of queries or keys.
         table: (1 or heads, rows, channels).
         ids: (tables, T, T), query by key.
-        scale: factor of the products.
         of_keys: `states` are keys: scale * states_j . table[ids_ij].
     """
     # Computed per row, then read by pair (iRPE Eqs 27, 28): a table has fewer rows than keys.

@@ -14,7 +14,6 @@ class Modulator(nn.Sequential):
 
     Args:
         inputs: features of a group of coordinates.
-        hidden: hidden channels.
         outputs: channels of the group's position.
         approximate: of `nn.GELU`; JAX's default is "tanh" (papers.md#fourier-f5).
         dropout: probability after the activation, 0.2 in widget captioning (papers.md#fourier-f6).

@@ -86,8 +86,7 @@ class ObjectPosition(TokenEncoding):
             raise ValueError(f"object: width {width} is not a multiple of 8")
         # Raises for impossible options.
         sinusoid(torch.zeros(1), width // 4, temperature, layout)
-        self.grid = None if grid is None else (grid[0], grid[1])
-        self.temperature, self.layout = temperature, layout
+        self.grid, self.temperature, self.layout = grid, temperature, layout
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:
         """Return sinusoids of object, column and row: (B or 1, T - prefix, width)."""

@@ -50,18 +50,6 @@ def require_defaults(label: str, make: Callable[..., Any], reason: str, **option
             raise ValueError(f"{label}: {name}={value!r} has no effect {reason}")
 
 
-def options_of(make: Callable[..., Any]) -> list[EncodingOption]:
-    """Return the options of a class or function that makes an encoding, in order."""
-    return [
-        EncodingOption(
-            name,
-            _kind(make, name),
-            ... if parameter.default is parameter.empty else parameter.default,
-        )
-        for name, parameter in parameters_of(make).items()
-    ]
-
-
 def parameters_of(make: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a callable by name, without `*args` and `**kwargs`."""
     parameters = inspect.signature(make).parameters
@@ -77,7 +65,7 @@ def check_options(
 ) -> dict[str, Any]:
     """Check that options are known, complete and of their types, and return them.
 
-    An int becomes a float where the option's type is float.
+    An int becomes a float where the option's type is float, and a list a tuple.
     """
     parameters = parameters_of(make)
     option_names, checked = ", ".join(parameters), dict(options)
@@ -88,7 +76,7 @@ def check_options(
         try:
             checked[name] = _validate(make, name, value)
         except ValidationError:
-            kind = _kind(make, name)
+            kind = kind_of(make, name)
             raise ValueError(f"{label}: the option {name!r} takes {kind}, not {value!r}") from None
     for name, parameter in parameters.items():
         if parameter.default is parameter.empty and name not in options:
@@ -111,9 +99,8 @@ def suggestion(name: str, choices: Iterable[str]) -> str:
 
 
 def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
-    """Check a value against its option's type, and return it; an int becomes a float if needed."""
-    factory = make.func if isinstance(make, partial) else make
-    adapter = _adapter(factory, name)
+    """Check a value against its option's type, and return it as `check_options` does."""
+    adapter = _adapter(make, name)
     default = parameters_of(make)[name].default
     if adapter is None or (value is None and default is None):
         return value
@@ -124,10 +111,10 @@ def _validate(make: Callable[..., Any], name: str, value: Any) -> Any:
         return value
     # Strict, but as JSON, as in a configuration file: a list is valid for a tuple.
     parsed = adapter.validate_json(text, strict=True)
-    return parsed if isinstance(parsed, float) else value
+    return parsed if isinstance(parsed, float | tuple) else value
 
 
-def _kind(make: Callable[..., Any], name: str) -> str:
+def kind_of(make: Callable[..., Any], name: str) -> str:
     """Return an option's annotation; for a `Literal` its values, as in "'key' | 'query'"."""
     annotation = _type_hints(make).get(name)
     if typing.get_origin(annotation) is typing.Literal:
@@ -147,8 +134,8 @@ def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 @cache
-def _adapter(factory: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
-    annotation = _type_hints(factory).get(name)
+def _adapter(make: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
+    annotation = _type_hints(make).get(name)
     if annotation is None:
         return None
     try:

@@ -26,7 +26,7 @@ from vlp.positions.object import ObjectPosition
 from vlp.positions.options import (
     EncodingOption,
     check_options,
-    options_of,
+    kind_of,
     parameters_of,
     suggestion,
     untyped_parameters,
@@ -148,7 +148,11 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
 
 def describe_options(name: str) -> list[EncodingOption]:
     """Return an encoding's options with types and defaults."""
-    return options_of(_factory(name))
+    make = _factory(name)
+    return [
+        EncodingOption(option, kind_of(make, option), ... if x.default is x.empty else x.default)
+        for option, x in parameters_of(make).items()
+    ]
 
 
 def position_options(name: str) -> frozenset[str]:

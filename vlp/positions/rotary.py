@@ -229,8 +229,7 @@ class _GridRotary(_Rotary):
             require_patches(name, grid)
         elif rescale:
             raise ValueError(f"{name}: rescale needs the trained grid, but grid is None")
-        self.grid = None if grid is None else (grid[0], grid[1])
-        self.ref_grid = self.grid if rescale else None
+        self.grid, self.ref_grid = grid, grid if rescale else None
 
     def _grid(self, query: Tensor, context: PositionContext) -> tuple[int, int]:
         tokens = query.shape[-2]

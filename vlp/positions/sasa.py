@@ -19,10 +19,6 @@ class SasaPosition(ClippedPosition):
     (supplement 4): its cost in Table 5 (4,639M) counts all 27 offsets per axis on 14 x 14 patches.
     Both axes have the same reach, so that tables trained on landscape images fit portraits.
 
-    On a larger grid offsets are clipped to the reach on each axis. Pairs with prefix tokens have a
-    row in each table (papers.md#irpe-i10). Tables start at zero, at which the layer's function is
-    unchanged.
-
     The options are explained in `ClippedPosition`.
     """
 

@@ -131,8 +131,8 @@ class SemanticPosition(PositionEncoding):
             raise ValueError(f"sape: the deviation must be positive, not {deviation}")
         require_choice("SaPE mode", mode, (*get_args(Mode), "both"))
         require_choice("SaPE summation", summation, get_args(Summation))
-        self.grid = (grid[0], grid[1])
-        self.gate_scale, self.bias_scale, self.summation = gate_scale, bias_scale, summation
+        self.grid, self.summation = grid, summation
+        self.gate_scale, self.bias_scale = gate_scale, bias_scale
         modes: tuple[Mode, ...] = ("key", "query") if mode == "both" else (mode,)
         self.modes = modes
 

@@ -22,9 +22,6 @@ class ShawPosition(ClippedPosition):
     and values. With the default reach it has the 7 x 7 + 1 = 50 rows of the paper's product method.
     The costs in its Table 5 (4,659M) count keys alone: `roles=("key",)`.
 
-    Offsets are clipped to the reach on each axis, and pairs with prefix tokens have a row
-    (papers.md#irpe-i10). Tables start at zero, at which the layer's function is unchanged.
-
     Args:
         roles: which of key, value have positions.
         reach: k of Eq. 9: the longest offset of an axis, in patches, that is not clipped; None: the

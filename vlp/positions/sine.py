@@ -138,8 +138,7 @@ class SinePosition(TokenEncoding):
         require_extent(self.name, extent)
         # Raises for impossible options.
         sinusoid(torch.zeros(1), width // dimensions, temperature, layout)
-        self.dimensions, self.groups = dimensions, groups
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.grid, self.dimensions, self.groups = grid, dimensions, groups
         self.temperature, self.layout, self.extent = temperature, layout, extent
         group_width = width // groups
         self.mlp = None if mlp is None else Modulator(group_width, mlp, group_width, approximate)
@@ -223,8 +222,7 @@ class MDSinePosition(TokenEncoding):
             raise ValueError(f"md-sine: width {width} takes {width // 2} freqs, not {len(table)}")
         # Not a buffer, which `module.to(bfloat16)` would round.
         self.freqs = table.tolist()
-        self.dimensions, self.layout, self.extent = dimensions, layout, extent
-        self.grid = None if grid is None else (grid[0], grid[1])
+        self.grid, self.dimensions, self.layout, self.extent = grid, dimensions, layout, extent
         self.mlp = None if mlp is None else Modulator(width, mlp, width, approximate)
 
     def embeddings(self, x: Tensor, context: PositionContext) -> Tensor:

@@ -98,15 +98,9 @@ class TransformerXLPosition(ClippedPosition):
         """
         channels = self.projection.shape[1]
         stride = 2 * self.reach + 1 if self.offsets == "product" else 0
-        sinusoids = _cached_sinusoids(
-            self.projection.device,
-            self.projection.dtype,
-            reach,
-            channels // 2 if self.offsets == "axes" else channels,
-            stride,
-            self.temperature,
-            self.layout,
-        )
+        width = channels // 2 if self.offsets == "axes" else channels
+        options = reach, width, stride, self.temperature, self.layout
+        sinusoids = _cached_sinusoids(self.projection.device, self.projection.dtype, *options)
         prefix = [] if self.prefix is None else [self.prefix]
         if self.offsets != "axes":
             rows = sinusoids @ self.projection

@@ -44,23 +44,21 @@ PATTERNS = (
     "N0 with N1 B10",
     "a picture of N0 R01 N1",
 )
-PLACE_PATTERNS = ("N0 P0", "there is N0 P0", "P0 there is N0", "P0 , N0", "a picture of N0 P0")
-DISTANCE_PATTERNS = (
-    "N0 and N1 are A01",
-    "N0 and N1 , A01",
-    "there are N0 and N1 , A01",
-    "A01 , N0 and N1",
-    "a picture of N0 and N1 , A01",
-)
+# Kinds of swap with other patterns.
+PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
+    "place": ("N0 P0", "there is N0 P0", "P0 there is N0", "P0 , N0", "a picture of N0 P0"),
+    "distance": (
+        "N0 and N1 are A01",
+        "N0 and N1 , A01",
+        "there are N0 and N1 , A01",
+        "A01 , N0 and N1",
+        "a picture of N0 and N1 , A01",
+    ),
+}
 
 _MAX_ATTEMPTS = 1000
 _MAX_MOVES = 20
 _FIRST_NEW_INDEX = 1 << 40  # of scenes that no training corpus has
-
-_PATTERNS_OF: dict[SwapKind, tuple[str, ...]] = {
-    "place": PLACE_PATTERNS,
-    "distance": DISTANCE_PATTERNS,
-}
 
 
 class SwapPair(NamedTuple):
@@ -115,7 +113,7 @@ def swap_pair(
 
     None without room, or if a caption is not clearly true of one image and false of the other.
     """
-    patterns = _PATTERNS_OF.get(kind, PATTERNS)
+    patterns = PATTERNS_OF.get(kind, PATTERNS)
     pattern = patterns[int(rng.integers(len(patterns)))]
     style = draw_style(rng)
     sizes = [False] * len(scene.objects)

@@ -38,9 +38,8 @@ def questions(scene: Scene) -> list[SceneQuestion]:
     """Write a question of each kind that the scene allows."""
     rng = make_rng(0, 0, scene.key, "questions")
     number = int(rng.integers(len(scene.objects)))
-    colour, shape = (
-        partial(_attribute, *pair) for pair in (("colour", "shape"), ("shape", "colour"))
-    )
+    colour = partial(_attribute, "colour", "shape")
+    shape = partial(_attribute, "shape", "colour")
     makers = (colour, shape, _place, _count, _exists, _relation, _neighbour)
     drafts = (maker(scene, number, rng) for maker in makers)
     return [question for question in drafts if question is not None]

@@ -83,16 +83,6 @@ PROCESSOR_OPTIONS = {
 }
 
 
-def weights_dtype(
-    dtype: torch.dtype | str | None, options: dict[str, Any]
-) -> torch.dtype | str | None:
-    """Return the dtype for the weights; None, also for "auto", keeps float32."""
-    # The option's old name, which pipelines still pass.
-    torch_dtype = options.pop("torch_dtype", None)
-    dtype = torch_dtype if dtype is None else dtype
-    return None if dtype == "auto" else dtype
-
-
 def require_options(options: Mapping[str, Any], supported: Container[str] = ()) -> dict[str, Any]:
     """Return the `supported` options of `from_pretrained`; raise TypeError for unknown options."""
     supported_options = {name: value for name, value in options.items() if name not in _IGNORED}

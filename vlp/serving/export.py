@@ -168,7 +168,6 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
 
 
 def _write_program(program: ExportedProgram, file: Path) -> None:
-    """Write a program for `torch.export.load`."""
     content = BytesIO()
     # PyTorch's own error, when it writes to a full disk, does not name the reason.
     torch.export.save(program, content)

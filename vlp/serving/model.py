@@ -29,7 +29,7 @@ from vlp.models.pretrained.load import check_folder, join_names
 from vlp.models.pretrained.local_copy import hub_options, local_folder
 from vlp.models.text_encoder import require_ids
 from vlp.models.vlp import VLPModel, broadcast_pairs
-from vlp.serving.config import VlpConfig, require_options, single_device, weights_dtype
+from vlp.serving.config import VlpConfig, require_options, single_device
 from vlp.tasks.downstream.task import load_task
 from vlp.tasks.vqa.data import VqaBatch
 from vlp.tasks.vqa.task import Vqa
@@ -121,11 +121,13 @@ class _VlpPreTrainedModel(PreTrainedModel):
                 `force_download`), or keys of the configuration, merged into their sections.
         """
         folder = local_folder(os.fspath(pretrained_model_name_or_path), **hub_options(options))
-        dtype = weights_dtype(dtype, options)
+        # Pipelines still pass the option's old name.
+        torch_dtype = options.pop("torch_dtype", None)
+        dtype = torch_dtype if dtype is None else dtype
         instance = cls._read(folder, config, options, weights=state_dict is None).eval()
         instance.name_or_path = instance.config.name_or_path = str(pretrained_model_name_or_path)
         report = load_state(instance, state_dict)
-        to_device(instance, single_device(device_map), dtype)
+        to_device(instance, single_device(device_map), None if dtype == "auto" else dtype)
         return (instance, report) if output_loading_info else instance
 
     def save_pretrained(  # type: ignore[override]
@@ -296,7 +298,6 @@ class VlpModel(_VlpPreTrainedModel):
     def _pair_outputs(
         self, image: ImageFeatures, text: TextFeatures, match: bool, output_anchors: bool
     ) -> dict[str, Tensor]:
-        """Return the requested outputs of pairs by name."""
         pairs = broadcast_pairs(len(image.states), len(text.states), text.states.device)
         features = self.model.cross(image, text, pairs, need_image=False)
         outputs = {}

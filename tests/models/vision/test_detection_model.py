@@ -91,25 +91,18 @@ def slow_detr(model, pixels, table, at_input=False):
     return model.classify(out), model.locate[4](model.locate[2](x).relu()).sigmoid()
 
 
-@pytest.mark.parametrize("place", ["layers", "input"])
+@pytest.mark.parametrize("place", ["layers", "input", None])
 def test_it_is_the_slow_one(place):
-    model = stirred(detr("learned-2d", place=place))
-    pixels = torch.stack(images((48, 64), (48, 64)))
-    encoding = model.positions[0]
-    table = torch.cat([encoding.table_rows[:3, None].expand(-1, 4, -1),
-                       encoding.table_columns[None, :4].expand(3, -1, -1)], -1)  # fmt: skip
+    model = stirred(detr("learned-2d", place=place) if place else detr())
+    pixels, table = torch.stack(images((48, 64), (48, 64))), torch.zeros(3, 4, 16).double()
+    for encoding in model.positions:
+        table = torch.cat([encoding.table_rows[:3, None].expand(-1, 4, -1),
+                           encoding.table_columns[None, :4].expand(3, -1, -1)], -1)  # fmt: skip
     logits, boxes = slow_detr(model, pixels, table.flatten(0, 1), place == "input")
     found = model(list(pixels))
     assert found.logits.shape == (2, 2, 5, CLASSES + 1)
     assert torch.allclose(found.logits, logits, rtol=0, atol=1e-9)
     assert torch.allclose(found.boxes, boxes, rtol=0, atol=1e-9)
-
-
-def test_without_encodings_it_is_the_slow_one_without_places():
-    model = stirred(detr())
-    pixels = torch.stack(images((64, 48)))
-    logits, _ = slow_detr(model, pixels, torch.zeros(16).double())
-    assert torch.allclose(model(list(pixels)).logits, logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [None, "learned-2d", "irpe-product"])

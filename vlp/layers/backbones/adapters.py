@@ -188,9 +188,9 @@ class Adapter:
             names = [type(part).__name__ for part in parts[1:] if type(part) not in supported]
             unsupported = [name for name in names if "Attention" in name or name.endswith("Attn")]
             if unsupported or not block_layers:
-                found = f"with {unsupported[0]}" if unsupported else "without a layer of attention"
+                cause = f"with {unsupported[0]}" if unsupported else "without a layer of attention"
                 raise ValueError(
-                    f"encodings cannot be attached to a {type(block).__name__} {found}; supported "
+                    f"encodings cannot be attached to a {type(block).__name__} {cause}; supported "
                     f"layers are {', '.join(sorted({layer.__name__ for layer in ATTENTION}))}"
                 )
             layers += block_layers

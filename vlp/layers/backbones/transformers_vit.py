@@ -136,12 +136,10 @@ def attend_with_positions(
     Returns (B, T, heads, head width), and None in place of the attention weights.
 
     Args:
-        module: the layer.
         query, key, value: (B, heads, T, head width).
         attention_mask: bool, True = may be attended to, or float, added to the logits; broadcasts
             to (B, heads, T, T).
         scaling: of the products of queries and keys; None: 1 / sqrt(head width).
-        dropout: probability of dropping an attention weight.
     """
     bias = attention_mask
     if bias is not None and bias.dtype == torch.bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -29,17 +29,8 @@ from vlp.models.towers import fit_image_tower, transformers_config
 from vlp.models.vlp import VLPModel
 from vlp.precision import at_least_float32
 
-# transformers' defaults for keys that a config.json lacks.
-_DEFAULTS = {
-    "model_type": "bert",
-    "num_attention_heads": 12,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-    "type_vocab_size": 2,
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-}
-# Settings of BERT that no key of the model changes, with their allowed values.
+# Settings of BERT that no key of the model changes, with their allowed values. The first is also
+# transformers' default for a config.json without the setting.
 _FIXED = {
     "model_type": ("bert",),
     "hidden_act": ("gelu", "gelu_python"),  # two implementations of one function
@@ -81,7 +72,8 @@ def check_bert_settings(
 
     sizes: key of config.json, key of the model's configuration, and the model's size.
     """
-    bert = _DEFAULTS | dict(settings)
+    defaults = {key: allowed[0] for key, allowed in _FIXED.items()} | {"num_attention_heads": 12}
+    bert = defaults | dict(settings)
     problems = [
         f"{key} is {bert[key]!r} there and {allowed[0]!r} in this model, where no key sets it"
         for key, allowed in _FIXED.items()
@@ -111,9 +103,7 @@ def check_vit(
             f"{source} has {heads} heads and image.heads is {settings['heads']}; set "
             f"image.heads={heads}"
         )
-    _require_equal(
-        [(f"{key} is", source_model[key], settings[key]) for key in ("block", "activation")], source
-    )
+    _require_equal("{} is", source_model, settings, ("block", "activation"), source)
     # Only noted: for equal weights transformers states 1e-12 and timm 1e-6.
     source_eps, eps = source_model["norm_eps"], settings["norm_eps"]
     if source_eps != eps:
@@ -141,34 +131,17 @@ def check_image_tower(
     keys = settings.keys() & source_settings.keys()
     # RoPE has no weights, which would show that a model lacks it.
     keys |= {"rope is"} & (settings.keys() | source_settings.keys())
-    _require_equal(
-        [
-            (f"vit.{key}", source_settings.get(key, "missing"), settings.get(key, "missing"))
-            for key in keys
-        ],
-        source,
-    )
+    _require_equal("vit.{}", source_settings, settings, keys, source)
     return []
 
 
-def check_pooling(
+def check_inputs(
     source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
 ) -> None:
-    """Refuse to read [CLS] of a ViT that was trained to classify by its patches."""
-    # Other classes of timm, such as Eva, average by default, even with weights that train [CLS].
-    if not isinstance(source_model, VisionTransformer) or source_model.cls_token is None:
-        return
-    if config.pooling == "cls" and source_model.global_pool in ("avg", "avgmax", "max"):
-        raise ConfigError(
-            f"{source} was trained with patches pooled by {source_model.global_pool}, and "
-            "image.pooling cls would read its untrained [CLS]: set image.pooling=mean"
-        )
+    """Require the pixel normalisation of a ViT's training, and refuse to read an untrained [CLS].
 
-
-def check_pixels(
-    source_model: Mapping[str, Any] | nn.Module | None, config: ImageConfig, source: str
-) -> None:
-    """Require the pixel normalisation of the weights' training, unless the user sets one."""
+    A configured normalisation takes precedence.
+    """
     settings: Any = getattr(source_model, "pretrained_cfg", source_model) or {}
     statistics = tuple(tuple(settings.get(key) or ()) for key in ("mean", "std"))
     if config.normalisation is None and all(statistics) and statistics != config.statistics:
@@ -176,6 +149,14 @@ def check_pixels(
         raise ConfigError(
             f"{source} was trained with other mean and deviation of pixels than "
             f"{config.statistics}: set image.normalisation={value}"
+        )
+    # Other classes of timm, such as Eva, average by default, even with weights that train [CLS].
+    if not isinstance(source_model, VisionTransformer) or source_model.cls_token is None:
+        return
+    if config.pooling == "cls" and source_model.global_pool in ("avg", "avgmax", "max"):
+        raise ConfigError(
+            f"{source} was trained with patches pooled by {source_model.global_pool}, and "
+            "image.pooling cls would read its untrained [CLS]: set image.pooling=mean"
         )
 
 
@@ -214,21 +195,24 @@ def check_text_tower(
     }
     if model_config.model_type != source_config.model_type:
         keys = {"model_type"}
-    _require_equal(
-        [
-            (f"text.architecture.{key} is", source_settings[key], model_settings[key])
-            for key in keys
-        ],
-        source,
-    )
+    _require_equal("text.architecture.{} is", source_settings, model_settings, keys, source)
     return []
 
 
-def _require_equal(settings: Sequence[tuple[str, Any, Any]], source: str) -> None:
-    """Require equal values in each setting (name, value of the source, value of the model)."""
+def _require_equal(
+    label: str,
+    source_settings: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    keys: Iterable[str],
+    source: str,
+) -> None:
+    """Require equal settings of the source and of the model; `label` formats a key for messages."""
+    values = (
+        (key, source_settings.get(key, "missing"), settings.get(key, "missing")) for key in keys
+    )
     problems = [
-        f"{name} {source_value!s} there and {value!s} here"
-        for name, source_value, value in settings
+        f"{label.format(key)} {source_value} there and {value} here"
+        for key, source_value, value in values
         if source_value != value
     ]
     if problems:
@@ -250,10 +234,8 @@ def check_folder(
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
-    architecture, trained_architecture = (
-        config.image.architecture,
-        trained_config.image.architecture,
-    )
+    architecture = config.image.architecture
+    trained_architecture = trained_config.image.architecture
     keys += ["image.heads"] if architecture is None and trained_architecture is None else []
     keys += ["text.heads"] if config.text.architecture is None else []
     settings = [(key, attrgetter(key)(config), attrgetter(key)(trained_config)) for key in keys]
@@ -311,12 +293,10 @@ def copy_weights(
 
     Args:
         weights: tensors by the module's names.
-        source: of the weights, for messages and the report.
         unused: source keys that are not copied.
         optional: patterns of name prefixes that may keep their initialisation; the first match
             names the part in the report.
         resized: names in `weights` of resampled tensors, for the report.
-        notes: for the report.
     """
     target = module.state_dict()
     unknown = sorted(set(weights) - set(target))
@@ -374,8 +354,7 @@ def load_image_tower(model: VLPModel, name: str) -> LoadReport:
     """Initialise an image tower of timm from public weights; timm's filter resamples positions."""
     encoder, source = model.image_encoder, f"{name} -> {model.config.image.tower_name}"
     state, source_model = read_vit(name)
-    check_pixels(source_model, model.config.image, source)
-    check_pooling(source_model, model.config.image, source)
+    check_inputs(source_model, model.config.image, source)
     notes = check_image_tower(source_model, encoder.vit, state, source)
     tower_state = fit_image_tower(encoder.vit, state)
     target = encoder.vit.state_dict()
@@ -617,8 +596,7 @@ def load_vit(
 ) -> LoadReport:
     """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
     config = model.config.image
-    check_pixels(settings, config, source)
-    check_pooling(settings, config, source)
+    check_inputs(settings, config, source)
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}
     if len(blocks) < config.layers:
         raise ConfigError(f"{source} has {len(blocks)} blocks, image.layers needs {config.layers}")

@@ -107,7 +107,6 @@ def _models() -> dict[str, _Model]:
 def _build(
     model: _Model, absolute: str, position_options: Mapping[str, Any], **options: Any
 ) -> nn.Module:
-    """Create a model of timm's class and attach its encoding."""
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if model.of is VisionTransformer:
