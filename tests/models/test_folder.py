@@ -346,14 +346,11 @@ def test_a_start_that_does_not_fit_is_an_error(saved):
         start_from(changed(image={"position": "none"}), folder)
 
 
-TOWER = {"model_type": "bert", "vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "intermediate_size": 32,
-         "max_position_embeddings": 32}  # fmt: skip
 OUTSIDE = {"name": "vit_tiny_patch16_224", "checkpoint_path": "/etc/passwd"}
 
 
 def kernel(key):
-    return {"text": {"architecture": TOWER | {key: "someone/kernel"}}}
+    return {"text": {"architecture": BERT | {key: "someone/kernel"}}}
 
 
 @pytest.mark.parametrize(
@@ -364,8 +361,8 @@ def kernel(key):
         ({"image": {"image_size": 16 * 32}}, "does not fit"),
         ({"embed_dim": 10**9}, "does not fit"),
         ({"text": {"vocab_size": 2**31}}, "does not fit"),
-        ({"text": {"architecture": TOWER | {"num_hidden_layers": 10**6}}}, "num_hidden_layers is"),
-        ({"text": {"architecture": TOWER | {"hidden_size": 10**5}}}, "does not fit|match"),
+        ({"text": {"architecture": BERT | {"num_hidden_layers": 10**6}}}, "num_hidden_layers is"),
+        ({"text": {"architecture": BERT | {"hidden_size": 10**5}}}, "does not fit|match"),
         (kernel("attn_implementation"), "attn_implementation 'someone/kernel' may run code from"),
         (kernel("_attn_implementation"), "may run code from"),
         ({"image": {"architecture": OUTSIDE}}, "architecture.checkpoint_path"),

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from sinusoids_by_hand import added
 from torch.nn import functional
 
 from vlp.positions import PositionContext
@@ -14,11 +15,6 @@ def slow_features(coords, weight):
     angles = [sum(w * x for w, x in zip(row, coords)) for row in weight]
     waves = [math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles]
     return torch.tensor(waves, dtype=torch.float64) / math.sqrt(size)
-
-
-def added(encoding, context, tokens, batch=1):
-    x = torch.zeros(batch, tokens, encoding.width).double()
-    return encoding("tokens", x, context)
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 4])

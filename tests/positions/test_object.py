@@ -1,9 +1,8 @@
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sinusoids_by_hand import added, close, slow_sinusoid
 
 from vlp.positions import PositionContext
 from vlp.positions.object import ObjectPosition, object_ids
@@ -74,25 +73,7 @@ def test_boxes_of_another_shape_are_an_error():
     with pytest.raises(ValueError, match=r"\(\.\.\., K, 4\), not \(2, 5\)"):
         object_ids(torch.zeros(2, 5), (3, 4))
     with pytest.raises(ValueError, match=r"\(batch, K, 4\), not \(2, 4\)"):
-        encode(ObjectPosition(8), PositionContext((3, 4), boxes=torch.zeros(2, 4)), 12)
-
-
-def slow_sinusoid(position, channels, layout):
-    out = [0.0] * channels
-    for k in range(channels // 2):
-        angle = position / 10_000 ** (2 * k / channels)
-        sine, cosine = (k, channels // 2 + k) if layout == "halves" else (2 * k, 2 * k + 1)
-        out[sine], out[cosine] = math.sin(angle), math.cos(angle)
-    return out
-
-
-def encode(encoding, context, tokens, batch=1):
-    return encoding("tokens", torch.zeros(batch, tokens, encoding.width).double(), context)
-
-
-def close(found, expected):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        added(ObjectPosition(8), PositionContext((3, 4), boxes=torch.zeros(2, 4)), 12)
 
 
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
@@ -102,7 +83,7 @@ def test_equation_13(prefix, layout):
     boxes = [[[0, 0, 2, 2], [1, 1, 3, 1]], [[2, 0, 2, 3], [0, 0, 0, 0]]]
     encoding = ObjectPosition(16, layout=layout)
     context = PositionContext(grid, prefix, boxes=torch.tensor(boxes))
-    out = encode(encoding, context, prefix + 12, batch=2)
+    out = added(encoding, context, prefix + 12, batch=2)
     assert not out[:, :prefix].any()
     for image in range(2):
         ids = painted(boxes[image], grid)
@@ -112,7 +93,7 @@ def test_equation_13(prefix, layout):
                 expected += slow_sinusoid(column, 4, layout) + slow_sinusoid(row, 4, layout)
                 close(out[image, prefix + row * columns + column], expected)
     # papers.md#vitarc-v13: without boxes half of the channels for the column, half for the row
-    out = encode(encoding, PositionContext(grid, prefix), prefix + 12)
+    out = added(encoding, PositionContext(grid, prefix), prefix + 12)
     for row in range(rows):
         for column in range(columns):
             expected = slow_sinusoid(column, 8, layout) + slow_sinusoid(row, 8, layout)

@@ -2,28 +2,10 @@ import math
 
 import pytest
 import torch
+from sinusoids_by_hand import added, close, slow_sinusoid
 
 from vlp.positions import PositionContext
 from vlp.positions.sine import MDSinePosition, SinePosition, md_sinusoid, sinusoid
-
-
-def slow_sinusoid(position, channels, temperature=10_000.0, layout="halves"):
-    out = [0.0] * channels
-    for k in range(channels // 2):
-        angle = position / temperature ** (2 * k / channels)
-        sine, cosine = (k, channels // 2 + k) if layout == "halves" else (2 * k, 2 * k + 1)
-        out[sine], out[cosine] = math.sin(angle), math.cos(angle)
-    return out
-
-
-def close(found, expected):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-
-
-def added(encoding, context, tokens, batch=1):
-    x = torch.zeros(batch, tokens, encoding.width).double()
-    return encoding("tokens", x, context)
 
 
 @pytest.mark.parametrize("layout", ["halves", "interleaved"])
@@ -34,7 +16,7 @@ def test_equation_1(layout, temperature):
     assert out.shape == (2, 3, 6)
     for i in range(2):
         for j in range(3):
-            close(out[i, j], slow_sinusoid(positions[i, j].item(), 6, temperature, layout))
+            close(out[i, j], slow_sinusoid(positions[i, j].item(), 6, layout, temperature))
 
 
 def test_kinds():
@@ -58,8 +40,8 @@ def test_sine_2d_gives_rows_the_first_half(grid, prefix, layout):
     assert not out[0, :prefix].any()
     for row in range(grid[0]):
         for column in range(grid[1]):
-            down = slow_sinusoid(row, 4, layout=layout)
-            right = slow_sinusoid(column, 4, layout=layout)
+            down = slow_sinusoid(row, 4, layout)
+            right = slow_sinusoid(column, 4, layout)
             close(out[0, prefix + row * grid[1] + column], down + right)
 
 
@@ -72,7 +54,9 @@ def test_sine_4d_gives_quarters_to_top_left_bottom_right(extent):
     for row in range(rows):
         for column in range(columns):
             edges = [row * down, column * right, (row + 1) * down, (column + 1) * right]
-            expected = [value for edge in edges for value in slow_sinusoid(edge, 4, 100.0)]
+            expected = [
+                value for edge in edges for value in slow_sinusoid(edge, 4, temperature=100.0)
+            ]
             close(out[0, row * columns + column], expected)
 
 
