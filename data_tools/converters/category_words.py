@@ -74,8 +74,7 @@ class CategoryWords:
     """Objects of COCO's instances_*.json files (gzipped or not), and the words that name them."""
 
     def __init__(self, paths: Iterable[Path], faults: Faults) -> None:
-        self._files: dict[int, str] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
+        self._images: dict[int, _WordsImage] = {}
         self._objects: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._crowds: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         self._names: dict[tuple[str, ...], str] = {}  # category by the words of its names
@@ -86,12 +85,14 @@ class CategoryWords:
 
     def is_other_file(self, image_id: int, file_name: str) -> bool:
         """Return whether the instances' image of an id has another file name."""
-        path = self._files.get(image_id, "").replace("\\", "/")
+        image = self._images.get(image_id)
+        path = "" if image is None else image.file_name.replace("\\", "/")
         return path != "" and not ends_alike(path, file_name.replace("\\", "/"))
 
     def size(self, image_id: int) -> tuple[int, int] | None:
         """Return the (width, height) in pixels that an image's boxes refer to; None if unknown."""
-        return self._sizes.get(image_id)
+        image = self._images.get(image_id)
+        return None if image is None else (image.width, image.height)
 
     def boxes(self, image_id: int) -> list[Box]:
         """Return the boxes of an image's objects, without crowds."""
@@ -152,12 +153,11 @@ class CategoryWords:
                 for form in (words[-1], *plurals):
                     self._names[*words[:-1], form] = category.name
         for image in parse_rows(list_rows(content, path, "images"), _WordsImage, faults):
-            if self._files.setdefault(image.id, image.file_name) != image.file_name:
+            if self._images.setdefault(image.id, image).file_name != image.file_name:
                 raise ConfigError(
                     f"{path}: image id {image.id} belongs to another image in an earlier file; "
                     "convert each split by itself"
                 )
-            self._sizes[image.id] = image.width, image.height
         for instance in parse_rows(list_rows(content, path, "annotations"), _Object, faults):
             name = names.get(instance.category_id, str(instance.category_id))
             boxes = self._crowds if instance.iscrowd else self._objects

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,7 +36,7 @@ from data_tools.rows import (
     raw_lines,
     read_json,
 )
-from data_tools.shards import ShardReader
+from data_tools.shards import ShardReader, hash_name
 from vlp.config import ConfigError
 from vlp.data import file_names
 from vlp.data.limits import MAX_ANNOTATION_BYTES
@@ -230,7 +229,7 @@ class Downloads(Originals):
 
     def find(self, name: str) -> ImageLocation | None:
         """Find the image of a URL; None if missing."""
-        url_hash = _hash_url(name)
+        url_hash = np.uint64(hash_name(name))
         position = int(np.searchsorted(self._entries["url"], url_hash))
         if position == len(self._entries) or self._entries["url"][position] != url_hash:
             return None
@@ -256,7 +255,7 @@ def list_images(path: Path) -> tuple[NDArray[Any], int, str | None]:
                 continue
             image = sample.files[extension]
             # The column has 32 bits; a size above the limit of images is refused anyway.
-            entries.append((_hash_url(url), 0, min(image.size, 2**32 - 1), image.offset))
+            entries.append((hash_name(url), 0, min(image.size, 2**32 - 1), image.offset))
         return np.array(entries, _ENTRY), num_without_url, shard.problem
 
 
@@ -269,11 +268,6 @@ def _list_tars(folder: Path) -> list[Path]:
             f"{folder}: holds no tars; img2dataset writes them with --output_format webdataset"
         )
     return tars
-
-
-def _hash_url(url: str) -> np.uint64:
-    # Among 12 million URLs, any two share a hash with a probability of 1 in 250,000.
-    return np.frombuffer(blake2b(url.encode(), digest_size=8).digest(), "<u8")[0]
 
 
 def _convert(

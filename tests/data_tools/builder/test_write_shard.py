@@ -3,7 +3,6 @@ import unicodedata
 
 import numpy as np
 import pytest
-from broken_images import png_of
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -13,7 +12,6 @@ from data_tools.builder.samples import EMPTY, LINK, LONG, clean_caption, drop_re
 from data_tools.builder.write_shard import StoredImage, fit_boxes, prepare_image
 from vlp.data.boxes import CUT, OTHER_SHAPE, OUTSIDE, SHARES
 from vlp.data.image.decode import decode_image
-from vlp.data.limits import Limits
 from vlp.data.schema import Annotation, Expression, Word
 from vlp.data.shards.sample_files import BadSample
 
@@ -139,13 +137,6 @@ def test_what_is_no_image():
     for data in (b"", b"text", b"<svg/>", raw_image(1, kind="tiff")):
         with pytest.raises(BadSample, match="unreadable image: it"):
             prepared(data)
-
-
-def test_absurd_dimensions_are_refused_by_the_header():
-    for side in (8193, 60000, 2**31 - 1):
-        assert side * side > Limits().pixels
-        with pytest.raises(BadSample, match="image too large"):
-            prepared(png_of(side, side))
 
 
 def test_boxes_are_scaled_from_the_size_they_were_drawn_on():

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 
-from vlp.config import ConfigError
+from vlp.config import Config, ConfigError
 from vlp.data.config import AugmentConfig
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.shards.index import LRUCache, ShardTable, npy_header
@@ -43,11 +43,7 @@ class TowerKey(NamedTuple):
     weights: str
 
 
-class _HeaderPart(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FeatureSource(_HeaderPart):
+class FeatureSource(Config):
     """One folder of shards with its `shards_sha256`."""
 
     name: str
@@ -56,7 +52,7 @@ class FeatureSource(_HeaderPart):
     index: Sha256
 
 
-class FeatureHeader(_HeaderPart):
+class FeatureHeader(Config):
     """Tower, data, preprocessing and shape of stored features."""
 
     version: Literal[1] = 1

@@ -254,10 +254,7 @@ class TrainTransform:
     def prepare(
         self, image: AnyImage, rng: np.random.Generator, caption: str
     ) -> Callable[[], Tensor]:
-        """Draw crop and flip; return a function to call once for the pixels, uint8 (3, side, side).
-
-        They are not normalised.
-        """
+        """Draw crop and flip; return a function that computes the uint8 pixels; call it once."""
         image, box, hflip = self._draw(image, rng, not mentions_side(caption))
         return partial(self._augment, image, box, hflip, rng)
 

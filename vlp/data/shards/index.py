@@ -72,9 +72,11 @@ class ShardTable:
 
     def __init__(self, columns: Mapping[str, ArrayLike], file: str) -> None:
         # Columns are (shards,): names in UTF-8, ascending; numbers narrow, as workers get a copy.
-        self.names = np.asarray(columns["name"], dtype=np.bytes_)
-        self.samples, self.bytes, self.captions, self.uncaptioned = (
-            smallest_ints(columns[name]) for name in ShardEntry._fields[1:]
+        names = np.asarray(columns["name"], dtype=np.bytes_)
+        numbers = {name: smallest_ints(columns[name]) for name in ShardEntry._fields[1:]}
+        self.columns = {"name": names, **numbers}
+        self.names, self.samples, self.bytes, self.captions, self.uncaptioned = (
+            self.columns.values()
         )
         self.file = file
         self.total = int(self.samples.sum())
@@ -85,12 +87,6 @@ class ShardTable:
         rows = list(entries)
         columns = {field: [getattr(row, field) for row in rows] for field in ShardEntry._fields}
         return cls(columns | {"name": [name.encode() for name in columns["name"]]}, file)
-
-    @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns by field of `ShardEntry`."""
-        columns = (self.names, self.samples, self.bytes, self.captions, self.uncaptioned)
-        return dict(zip(ShardEntry._fields, columns))
 
     @property
     def pairs(self) -> np.ndarray:
