@@ -130,7 +130,7 @@ def fit_boxes(
         update["words"] = []
         for word in annotation.words:
             name = f"word {word.caption}.{word.index}"
-            boxes = fit_all((word.box, *(word.others or ())), repeat(name))
+            boxes = fit_all(word.boxes, repeat(name))
             if boxes:
                 word_update = {"box": boxes[0], "others": boxes[1:] or None}
                 update["words"].append(word.model_copy(update=word_update))

@@ -229,4 +229,4 @@ def _token_maps(model: VLPModel, values: Tensor) -> Tensor:
 def _boxes(sample: CaptionedSample) -> dict[int, Sequence[Box]]:
     """Return boxes by word index for words of the first caption with boxes."""
     words = words_with_boxes(sample.annotation)
-    return {word.word_index: word.boxes for word in words if word.caption_index == 0}
+    return {word.index: word.boxes for word in words if word.caption == 0}

@@ -528,21 +528,21 @@ def score_words(
     in_any_box = np.logical_or.reduce(list(box_masks.values()), axis=0)
     results = []
     for word in words:
-        tokens_of_words = token_positions(pieces[word.caption_index])
+        tokens_of_words = token_positions(pieces[word.caption])
         # The tokenizer may truncate the caption before the word.
-        if word.word_index >= len(tokens_of_words):
+        if word.index >= len(tokens_of_words):
             continue
-        tokens = list(tokens_of_words[word.word_index])
+        tokens = list(tokens_of_words[word.index])
         # A word of several pieces has their mean. Ties count against the model: all best patches
         # must lie in a box.
-        scores = cosine[word.caption_index][:, tokens].mean(axis=1)
+        scores = cosine[word.caption][:, tokens].mean(axis=1)
         best = np.flatnonzero(scores == scores.max())
         in_box = np.logical_or.reduce([box_masks[box] for box in word.boxes])
-        anchor_counts = anchors[word.caption_index][:, tokens].sum(axis=1)
+        anchor_counts = anchors[word.caption][:, tokens].sum(axis=1)
         shares = {}
         for name, heat in maps.items():
             is_of_text = heat.ndim > 1
-            word_heat = heat[word.caption_index][:, tokens].mean(axis=1) if is_of_text else heat
+            word_heat = heat[word.caption][:, tokens].mean(axis=1) if is_of_text else heat
             shares[name] = share_of_best(word_heat, in_box)
         results.append(
             WordPointing(

@@ -74,6 +74,11 @@ class Word(_Part):
     box: Annotated[Box, Field(strict=False)]
     others: list[Annotated[Box, Field(strict=False)]] | None = None
 
+    @property
+    def boxes(self) -> tuple[tuple[float, ...], ...]:
+        """All boxes that the word may name."""
+        return tuple(tuple(box) for box in (self.box, *(self.others or ())))
+
 
 class Annotation(_Part):
     """Annotation of one image (or pair of images); every field is optional."""

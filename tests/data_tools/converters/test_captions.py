@@ -109,7 +109,7 @@ def test_words_of_real_captions_have_the_boxes_that_they_name(shared, tmp_path):
             assert re.findall(r"\w+|[^\w\s]", caption)[word.index] == word.word
             boxes = [[p / sizes[number][a % 2] for a, p in enumerate(o["bbox"])] for o in objects]
             meant = []
-            for own in (word.box, *(word.others or ())):
+            for own in word.boxes:
                 shares = [place / size[axis % 2] for axis, place in enumerate(own)]
                 meant += [o for o, b in zip(objects, boxes) if b == pytest.approx(shares, abs=1e-3)]
             (category,) = {one["category_id"] for one in meant}

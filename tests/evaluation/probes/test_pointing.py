@@ -98,11 +98,11 @@ def slow_shares(loaded, shards, threshold=0.3):
     samples, grid = Samples([shards]), loaded.model.config.image.grid
     for sample in map(samples.read, range(len(samples))):
         for word in words_with_boxes(sample.annotation):
-            caption = sample.captions[word.caption_index]
+            caption = sample.captions[word.caption]
             with torch.no_grad():
                 image = loaded.model.encode_image(loaded.preprocess(sample.image)[None])
                 text = loaded.model.encode_text(*loaded.text([caption]))
-            places = list(token_positions(loaded.text.pieces(caption))[word.word_index])
+            places = list(token_positions(loaded.text.pieces(caption))[word.index])
             anchors = group_similarity(image.tokens, text.tokens, 2)[0] >= threshold
             scores = {"cosine": image.tokens[0] @ text.tokens[0, places].mean(0)}
             scores["anchors"] = anchors.sum(-1)[:, places].double().mean(1)
@@ -199,7 +199,7 @@ def test_blank_captions_are_not_counted(model_folder, tmp_path):
     found = [evaluate_pointing(loaded, [folder]).kinds for folder in (plain, blank)]
     assert found[0] == found[1]
     (sample,) = first_samples([blank], 1)
-    assert [word.caption_index for word in words_with_boxes(sample.annotation)] == [0] * 4
+    assert [word.caption for word in words_with_boxes(sample.annotation)] == [0] * 4
     assert sample.annotation.captions == sample.captions
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vlp.data.boxes import overlaps
-from vlp.data.schema import Annotation, caption_indices
+from vlp.data.schema import Annotation, Word, caption_indices
 
 
 def patches_in_box(
@@ -37,38 +36,13 @@ def patches_in_box(
 OWN, OTHER = 1, 2
 
 
-class WordBox(NamedTuple):
-    """A word of a caption, with the box of the object that it names, or of one of several."""
-
-    caption_index: int  # in `captions_of`
-    word_index: int  # among words and punctuation marks, as BERT splits the caption
-    word: str
-    kind: str  # as in `schema.Word`
-    box: tuple[float, ...]  # [x, y, width, height] in pixels
-    others: tuple[tuple[float, ...], ...] = ()  # further boxes that the word may name
-
-    @property
-    def boxes(self) -> tuple[tuple[float, ...], ...]:
-        """All boxes that the word may name."""
-        return (self.box, *self.others)
-
-
-def words_with_boxes(annotation: Annotation) -> list[WordBox]:
-    """Return the words that have boxes."""
-    if not annotation.words:
-        return []
+def words_with_boxes(annotation: Annotation) -> list[Word]:
+    """Return the words that have boxes; their captions count in `captions_of`."""
     # From indices among all captions to indices among those that are not empty.
     new_index = {old: new for new, old in enumerate(caption_indices(annotation))}
     return [
-        WordBox(
-            new_index[word.caption],
-            word.index,
-            word.word,
-            word.kind,
-            tuple(word.box),
-            tuple(tuple(box) for box in word.others or ()),
-        )
-        for word in annotation.words
+        word.model_copy(update={"caption": new_index[word.caption]})
+        for word in annotation.words or ()
         if word.caption in new_index
     ]
 
@@ -105,14 +79,14 @@ def word_patches(
     inside = {box: patches_in_box(box, grid, size) for box in boxes}
     positions_by_word = token_positions(pieces)
     for word in words:
-        is_cut = word.word_index >= len(positions_by_word)
+        is_cut = word.index >= len(positions_by_word)
         word_masks = [inside[box] for box in word.boxes if box in inside]
-        if word.caption_index != caption_index or is_cut or not word_masks:
+        if word.caption != caption_index or is_cut or not word_masks:
             continue
         row = np.zeros(patches.shape[1], dtype=np.int8)
         for mask in inside.values():
             row[mask] = OTHER
         for mask in word_masks:
             row[mask] = OWN
-        patches[list(positions_by_word[word.word_index])] = row
+        patches[list(positions_by_word[word.index])] = row
     return patches
