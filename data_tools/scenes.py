@@ -122,12 +122,10 @@ def scenes(out: Out, options: SceneOptions, workers: WorkerOptions) -> int:
     """
     executor = workers.workers()
     start = time.perf_counter()
-    num_samples = 0
     with FolderLock(out):
         _check_folder(out, options)
-        for part in PARTS:
-            if getattr(options, part):
-                num_samples += _write_part(part, out, options, executor)
+        parts = [part for part in PARTS if getattr(options, part)]
+        num_samples = sum(_write_part(part, out, options, executor) for part in parts)
     seconds = time.perf_counter() - start
     speed = f" in {seconds:.1f} s ({num_samples / seconds:.0f} a second)" if num_samples else ""
     print(f"{out}: {num_samples} new samples{speed}")

@@ -232,7 +232,6 @@ _MAX_PRINTED = 10  # of a kind
 
 
 def _report(damage: Damage, count: int, report: IO[str] | None) -> None:
-    """Write damage to the report and print it, if it is among the first of its kind."""
     if report is not None:
         report.write(f"{damage.kind}\t{damage.where}\n")
         report.flush()

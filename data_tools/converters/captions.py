@@ -34,7 +34,6 @@ from vlp.data.schema import Annotation, Expression
 FLICKR = "Flickr's terms of use; given out by the authors for non-commercial research"
 COCO = "annotations CC BY 4.0 (COCO Consortium); images under Flickr's terms of use"
 VISUAL_GENOME = "annotations CC BY 4.0; images under Flickr's terms of use"
-RESTVAL = "restval"  # Karpathy's name for images of COCO's val2014 to train on
 
 
 class Entry(NamedTuple):
@@ -108,11 +107,9 @@ def flickr8k(
     out by reason. An image with all its captions is one sample.
     """
     faults: Faults = []
-    entries = [
-        entry
-        for path in annotations
-        for entry in read_karpathy(read_json(path, faults), path, faults)
-    ]
+    entries: list[Entry] = []
+    for path in annotations:
+        entries += read_karpathy(read_json(path, faults), path, faults)
     target = Target(out, build, "Flickr8k", FLICKR, {"max_words": max_words})
     return make_corpus(target, images, split_parts(entries, splits, max_words, faults))
 
@@ -260,7 +257,8 @@ def read_karpathy(content: Any, path: Path, faults: Faults) -> list[Entry]:
     return [
         Entry(
             name,
-            "train" if image.split == RESTVAL else image.split,
+            # `restval`: images of COCO's val2014 to train on
+            "train" if image.split == "restval" else image.split,
             [_raw_caption(sentence) for sentence in image.sentences],
             content.get("dataset") or path.stem,
             stems[name] if image.cocoid is None else str(image.cocoid),
