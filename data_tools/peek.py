@@ -83,7 +83,10 @@ class Card(NamedTuple):
 
 
 def sample_card(shards: ShardIndex, shard: int, number: int, boxes: bool = False) -> Card:
-    """Return a sample's card, with `boxes` also the boxes of its expressions, else its objects."""
+    """Return a sample's card.
+
+    boxes: with the boxes of its expressions, or without expressions those of its objects.
+    """
     texts: list[str] = []
     title = f"{shards.shards[shard].name}, sample {number}"
     try:

@@ -138,7 +138,7 @@ def _align(
         layer.weight.copy_(projection.weight)
         layer.bias.copy_(projection.bias)
     for layer, projection, mean in zip(tokens, projections, means):
-        _project_tokens(layer, projection, mean)
+        _init_token_projection(layer, projection, mean)
     task.save_model(out, task.state_dict())
     if full_length:
         share = full_length.item() / moments.count
@@ -180,11 +180,14 @@ class _ValidationPairs:
         return best
 
 
-def _project_tokens(layer: nn.Linear, projection: Affine, mean: Tensor) -> None:
-    """Initialise a bias-free projection of tokens (D, width) from the pooled states' projection."""
+def _init_token_projection(layer: nn.Linear, pooled: Affine, mean: Tensor) -> None:
+    """Set the weight (D, width) of `layer`, which has no bias, from the pooled states' projection.
+
+    mean: (channels,) of the pooled states.
+    """
     # Pooling `cls+mean` concatenates [CLS] and the mean of tokens: tokens take the weights of the
-    # mean, the last channels. As no bias can subtract the mean, project its direction out.
-    weight, mean = projection.weight[:, -layer.in_features :], mean[-layer.in_features :]
+    # mean, the last channels. No bias subtracts the mean: the weight ignores its direction.
+    weight, mean = pooled.weight[:, -layer.in_features :], mean[-layer.in_features :]
     direction = mean / mean.norm().clamp(min=torch.finfo(mean.dtype).tiny)
     layer.weight.copy_(weight - torch.outer(weight @ direction, direction))
 

@@ -74,6 +74,11 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         self.release()
 
     def _acquire(self) -> IO[bytes]:
+        """Return the lock file, open and locked.
+
+        Raises ConfigError at once if its owner runs. If only children of a killed owner still hold
+        it, waits for them for up to `WAIT_SECONDS`.
+        """
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             file = open(self._path, "a+b", opener=open_nofollow)  # noqa: SIM115
@@ -84,7 +89,8 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                 is_locked = True
             except OSError:  # a file system without locks
                 is_locked = _is_running(_owner(self._path))
-            with suppress(FileNotFoundError):  # the owner has just removed the file
+            # The owner may have removed the file after it was opened: then open the new one.
+            with suppress(FileNotFoundError):
                 if not is_locked and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
                     return file
             file.close()

@@ -69,13 +69,14 @@ def _drop_lines(
     images: HashedImages,
     drops: Drops,
     is_exact: NDArray[np.bool_],
-    bits: NDArray[np.int64],
+    differing_bits: NDArray[np.int64],
     near: NearOptions,
 ) -> Iterator[Line]:
     indices = np.union1d(drops.dropped, drops.originals)
     keys = dict(zip(indices.tolist(), images.keys(indices, near.workers())))
-    for dropped, original, exact, count in zip(drops.dropped, drops.originals, is_exact, bits):
-        relation = "the same bytes as" if exact else f"like ({count} bits of 64)"
+    pairs = zip(drops.dropped, drops.originals, is_exact, differing_bits)
+    for dropped, original, exact, bits in pairs:
+        relation = "the same bytes as" if exact else f"like ({bits} of 64 bits differ)"
         reason = f"{relation} {keys[original]} of {images.shards[images.shard[original]]}"
         yield images.shards[images.shard[dropped]].folder, keys[dropped], reason
 

@@ -109,8 +109,8 @@ def _total_count(rng: np.random.Generator) -> tuple[str, Rule]:
     )
 
 
-def _sizes(rng: np.random.Generator) -> tuple[str, Rule]:
-    size = SIZES[int(rng.integers(2))]
+def _all_of_one_size(rng: np.random.Generator) -> tuple[str, Rule]:
+    size = SIZES[int(rng.integers(len(SIZES)))]
     return (
         f"all objects in both pictures are {size}",
         lambda left, right: all(obj.size == size for obj in left.objects + right.objects),
@@ -192,5 +192,5 @@ def _coarse_noun(rng: np.random.Generator) -> tuple[ObjectPhrase, str]:
     return ObjectPhrase(colour=colour), f"something {colour}"
 
 
-_ABOUT_CONTENT = (_compare_counts, _both, _in_single_image, _total_count, _sizes)
+_ABOUT_CONTENT = (_compare_counts, _both, _in_single_image, _total_count, _all_of_one_size)
 _ABOUT_POSITIONS = (_relation, _place, _place_in_both, _place_in_single_image)

@@ -575,8 +575,8 @@ def sample_box_statement(
 ) -> BoxStatement:
     """Draw statement `index` of a split.
 
-    With `same_items`, another arrangement of the same items gives the opposite label; without, the
-    items alone predict much of the labels.
+    same_items: the same items can also be arranged so that the sentence gets the opposite label;
+        without it the items alone often tell the label.
     """
     key = f"boxes-{split}-{seed}-{index}" if same_items else f"boxes-{split}-{seed}-{index}-any"
     rng = make_rng(seed, 0, key, "boxes")
@@ -584,15 +584,18 @@ def sample_box_statement(
     while True:
         towers = bool(rng.random() < 0.5)
         makers = OF_TOWERS if towers else OF_ITEMS
-        text, holds = makers[int(rng.integers(len(makers)))](rng)
-        stop = "." if rng.random() < 0.4 else ""
+        text, is_true = makers[int(rng.integers(len(makers)))](rng)
+        full_stop = "." if rng.random() < 0.4 else ""
         for _ in range(_ATTEMPTS):
             item_set = int(rng.integers(_ITEM_SETS))
-            numbers = rng.permutation(_ARRANGEMENTS)[: None if same_items else 1].tolist()
+            arrangements = rng.permutation(_ARRANGEMENTS).tolist()
+            numbers = arrangements if same_items else arrangements[:1]
             scenes = [_arrangement(seed, split, towers, item_set, number) for number in numbers]
-            scene_by_truth = {holds(scene.boxes): scene for scene in scenes}
-            if label in scene_by_truth and (not same_items or (not label) in scene_by_truth):
-                return BoxStatement(key, text + stop, label, scene_by_truth[label])
+            # The last scene in which the sentence is true, and the last in which it is false.
+            scene_by_truth = {is_true(scene.boxes): scene for scene in scenes}
+            needed_truths = {True, False} if same_items else {label}
+            if needed_truths <= scene_by_truth.keys():
+                return BoxStatement(key, text + full_stop, label, scene_by_truth[label])
 
 
 @cache

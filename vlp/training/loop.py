@@ -293,7 +293,7 @@ class _Trainer:
         self.record = _log_record(self.meter, self.progress, learning_rate, self.data)
         self.log.write(self.record)
         if self.engine.rank == 0:
-            self.collapse_monitor.check(self.progress.step, _collapse_statistics(self.record))
+            self.collapse_monitor.check(self.progress.step, _monitored_statistics(self.record))
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint, which a thread writes."""
@@ -414,8 +414,8 @@ def _log_record(
     }
 
 
-def _collapse_statistics(record: dict[str, Any]) -> dict[str, float]:
-    """Return the record's statistics without those of anchors, whose spread tells no collapse."""
+def _monitored_statistics(record: dict[str, Any]) -> dict[str, float]:
+    """Return the statistics that the collapse monitor checks: all but those of anchors."""
     prefix = "statistics/"
     statistics = {
         key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)

@@ -160,7 +160,7 @@ class ShardFile:
         return parse_annotation(sample, self.content, self.where(sample))
 
     def count_captions(self, sample: SampleFiles) -> int:
-        """Return a listed sample's number of captions as its index has it: 0 for a bad sample."""
+        """Return a listed sample's number of captions as in a shard index: 0 for a bad sample."""
         try:
             return len(captions_of(self.annotation(sample)))
         except BadSample:

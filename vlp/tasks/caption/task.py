@@ -100,7 +100,7 @@ class CaptionTask(WritingTask):
 
     @torch.no_grad()
     def write(self, memory: Memory) -> list[str]:
-        """Write a caption for each row of `remember`."""
+        """Write a caption for each image of `memory`, the result of `remember`, by beam search."""
         return self.write_texts(memory, self.config.beams, self.config.penalty)
 
 

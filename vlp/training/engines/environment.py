@@ -122,7 +122,7 @@ def cores_of_rank() -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Let the process reuse freed memory for its next tensors; return False without glibc."""
+    """Let the process reuse freed memory for its next tensors; return whether glibc does so."""
     # By default glibc returns large blocks to the system, and every step maps and clears new pages.
     # With these options the process stays at its peak size.
     try:
@@ -133,7 +133,7 @@ def keep_freed_memory() -> bool:
         set_option = library.mallopt
     except (OSError, AttributeError):
         return False
-    # One arena for all threads: the other ones, such as autograd's, cannot hold large blocks.
+    # One arena for all threads: those of further threads, as autograd's, hold no large blocks.
     options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
     results = [bool(set_option(option, value)) for option, value in options.items()]
     return all(results)
