@@ -44,7 +44,7 @@ class CaptionEvaluation(TaskEvaluation):
     truth, no_truth = "captions", "no image has a caption"
     hidden = ("captions",)
     submission = Submission("image_id", write_captions)
-    action = PageAction("Caption", "caption", "write captions", "Write", "Caption")
+    action = PageAction("Caption", "caption", "Write", "Caption")
 
     def require_tools(self, task: CaptionTask) -> None:
         """Raise EvaluationError without pycocoevalcap, or without Java if the task uses it."""

@@ -34,9 +34,7 @@ class PairEvaluation(TaskEvaluation):
     """
 
     text_field = "text"
-    action = PageAction(
-        "Judge", "judge", "judge texts", "Judge", "Judgement", "Hypothesis or statement"
-    )
+    action = PageAction("Judge", "judge", "Judge", "Judgement", "Hypothesis or statement")
 
     def __init__(self, kind: str, title: str, submission: Submission | None = None) -> None:
         self.kind, self.title, self.submission = kind, title, submission

@@ -65,8 +65,6 @@ class PageAction(NamedTuple):
     tab: str
     # Name of the HTTP endpoint, such as `answer`.
     name: str
-    # As in "cannot answer questions".
-    verb: str
     button: str
     output: str
     # Label of the text input; None if the task reads no text.

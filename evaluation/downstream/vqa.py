@@ -42,7 +42,7 @@ class VqaEvaluation(TaskEvaluation):
     option_names = ("predict", "version")
     job = VqaJob
     submission = Submission("question_id", write_vqa)
-    action = PageAction("Ask", "answer", "answer questions", "Ask", "Answer", "Question")
+    action = PageAction("Ask", "answer", "Ask", "Answer", "Question")
 
     def row(self, task: Vqa, item: Item, example: VqaExample, prediction: str) -> Row:
         """Return ids, `question`, `answer`, human `answers`, `types` and `image`."""

@@ -8,21 +8,16 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL import Image
 
-from evaluation.downstream.task_evaluation import page_actions
+from evaluation.downstream.task_evaluation import PageAction, page_actions
 from evaluation.page.examples import examples
 from evaluation.page.session import ModelSession
 from evaluation.samples import EvaluationError
 from vlp.config import ConfigError
 from vlp.data.limits import MAX_IMAGE_BYTES
-
-Answer = TypeVar("Answer")
-
-HOST, PORT = "127.0.0.1", 7860
-
 
 # Small images fill their frames; on a phone all tabs and columns fit on the screen.
 STYLE = """
@@ -41,25 +36,119 @@ STYLE = """
 """
 
 
-def page(session: ModelSession) -> Any:
-    """Build the page as `gradio.Blocks`, with an endpoint for each action of the model."""
+class PageBuilder:
+    """Builder of a session's page, with an endpoint for each action of the model."""
+
     # Endpoints: `/search`, the task's (such as `/answer`), `/match`, `/ground`, `/anchors`.
-    gradio = gradio_module()
 
-    def show_errors(act: Callable[..., Answer]) -> Callable[..., Answer]:
-        """Wrap an action so that wrong inputs show an error on the page."""
+    def __init__(self, session: ModelSession) -> None:
+        self._gradio, self._session = gradio_module(), session
+        self._images, self._captions, self._phrases, self._questions = zip(
+            *examples(session.gallery), strict=True
+        )
+        self._second_images = [*self._images[1:], self._images[0]]
+        # Place of the examples below each button.
+        self._example_columns: dict[Any, Any] = {}
 
-        def call(*inputs: Any) -> Answer:
-            try:
-                return act(*inputs)
-            except (EvaluationError, ConfigError) as error:
-                # Gradio reads the message as HTML.
-                message = escape(str(error))
-                raise gradio.Error(message, duration=8, print_exception=False) from error
+    def build(self) -> Any:
+        """Return the page as `gradio.Blocks`."""
+        gradio, session = self._gradio, self._session
+        with gradio.Blocks(title=f"Try {session.name}", analytics_enabled=False) as blocks:
+            gradio.Markdown(f"# Try `{session.name}`\n{abilities(session)}")
+            with gradio.Row():
+                image = self._image_input("Image", self._images)
+                label, pair = "Second image, right of the first", session.image_count == 2
+                second = self._image_input(label, self._second_images, pair)
+            if session.gallery is not None:
+                with gradio.Tab("Search"):
+                    self._add_search(image)
+            if session.action is not None:
+                with gradio.Tab(session.action.tab):
+                    self._add_task(session.action, image, second)
+            if session.can_match:
+                with gradio.Tab("Match"):
+                    self._add_match(image)
+                with gradio.Tab("Ground"):
+                    self._add_ground(image)
+            with gradio.Tab("Anchors"):
+                self._add_anchors(image)
+        return blocks
 
-        return call
+    def _add_search(self, image: Any) -> None:
+        gradio, session = self._gradio, self._session
+        query = self._text_input(
+            f"Look for, in {len(session.gallery or ())} images", self._captions
+        )
+        button = self._submit_button("Search")
+        nearest = ", the four nearest with the probability of a match"
+        gradio.Markdown(
+            f"The best first with similarity{nearest if session.can_match else ''}; a click makes "
+            "one the image above."
+        )
+        results = self._image_gallery("results", 4, preview=False)
 
-    def add_action(
+        def search(text: str) -> list[tuple[Image.Image, str]]:
+            return [(hit.image, hit.text) for hit in session.search(text)]
+
+        self._add_action(button, "search", search, [query], [results], [self._captions])
+
+        def select_image(results: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
+            return results[event.index][0]
+
+        select_image.__annotations__["event"] = gradio.SelectData
+        results.select(select_image, results, image, api_visibility="private")
+
+    def _add_task(self, action: PageAction, image: Any, second: Any) -> None:
+        session = self._session
+        inputs = [image, second][: session.image_count]
+        samples = [self._images, self._second_images][: session.image_count]
+        if action.text is not None:
+            texts = self._questions if action.name == "answer" else self._captions
+            inputs.append(self._text_input(action.text, texts))
+            samples.append(texts)
+        button = self._submit_button(action.button)
+        answers = self._gradio.Label(label=action.output)
+
+        def act(*values: Any) -> dict[str, float]:
+            return dict(session.act(values[: session.image_count], *values[session.image_count :]))
+
+        self._add_action(button, action.name, act, inputs, [answers], samples)
+
+    def _add_match(self, image: Any) -> None:
+        text = self._text_input("Does this text belong to the image?", self._captions)
+        button = self._submit_button("Match")
+        label = self._gradio.Label(label="Match")
+
+        def match(image: str | None, text: str) -> dict[str, float]:
+            return dict(self._session.match(image, text))
+
+        samples = [self._images, self._captions]
+        self._add_action(button, "match", match, [image, text], [label], samples)
+
+    def _add_ground(self, image: Any) -> None:
+        gradio, ground = self._gradio, self._session.ground
+        phrase = self._text_input("Where is", self._phrases)
+        button = self._submit_button("Show")
+        gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
+        with gradio.Row():
+            outputs = [self._image_output(), self._image_output()]
+        samples = [self._images, self._phrases]
+        self._add_action(button, "ground", ground, [image, phrase], outputs, samples)
+
+    def _add_anchors(self, image: Any) -> None:
+        caption = self._text_input("Caption", self._captions)
+        button = self._submit_button("Show")
+        self._gradio.Markdown("For each word the share of channel groups that anchor a patch.")
+        words = self._image_gallery("words", 6, preview=True)
+
+        def anchors(image: str | None, text: str) -> list[tuple[Image.Image, str]]:
+            return [(word.image, word.text) for word in self._session.anchors(image, text)]
+
+        samples = [self._images, self._captions]
+        self._add_action(button, "anchors", anchors, [image, caption], [words], samples)
+
+    def _add_action(
+        self,
         button: Any,
         name: str,
         act: Callable[..., Any],
@@ -67,33 +156,44 @@ def page(session: ModelSession) -> Any:
         outputs: list[Any],
         samples: list[Sequence[Any]],
     ) -> None:
+        gradio, act = self._gradio, self._show_errors(act)
         submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
-        triggers = [button.click, *submits]
-        event = gradio.on(triggers, show_errors(act), inputs, outputs, api_name=name)
+        event = gradio.on([button.click, *submits], act, inputs, outputs, api_name=name)
         # After an error, clear the outputs: they show the error's badge or an older result.
         empty = None if len(outputs) == 1 else [None] * len(outputs)
         event.failure(lambda: empty, None, outputs, api_visibility="private")
-        with example_columns[button]:
+        with self._example_columns[button]:
             gradio.Examples(
                 [list(values) for values in zip(*samples, strict=True)],
                 inputs,
                 outputs,
-                show_errors(act),
+                act,
                 run_on_click=True,
                 cache_examples=False,
                 label="Examples, answered at one click",
                 api_visibility="private",
             )
 
-    example_columns: dict[Any, Any] = {}
+    def _show_errors(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap an action so that wrong inputs show an error on the page."""
 
-    def submit_button(label: str) -> Any:
-        button = gradio.Button(label, variant="primary")
-        example_columns[button] = gradio.Column(elem_classes="examples")
+        def call(*inputs: Any) -> Any:
+            try:
+                return act(*inputs)
+            except (EvaluationError, ConfigError) as error:
+                # Gradio reads the message as HTML.
+                message = escape(str(error))
+                raise self._gradio.Error(message, duration=8, print_exception=False) from error
+
+        return call
+
+    def _submit_button(self, label: str) -> Any:
+        button = self._gradio.Button(label, variant="primary")
+        self._example_columns[button] = self._gradio.Column(elem_classes="examples")
         return button
 
-    def image_gallery(kind: str, columns: int, preview: bool) -> Any:
-        return gradio.Gallery(
+    def _image_gallery(self, kind: str, columns: int, preview: bool) -> Any:
+        return self._gradio.Gallery(
             show_label=False,
             columns=columns,
             height="auto",
@@ -106,8 +206,8 @@ def page(session: ModelSession) -> Any:
             elem_classes=["tiles", kind],
         )
 
-    def image_input(label: str, images: Sequence[Image.Image], visible: bool = True) -> Any:
-        component = gradio.Image(
+    def _image_input(self, label: str, images: Sequence[Image.Image], visible: bool = True) -> Any:
+        component = self._gradio.Image(
             images[0] if visible else None,
             type="filepath",
             # None: Gradio passes the file on without decoding it.
@@ -124,11 +224,11 @@ def page(session: ModelSession) -> Any:
         component.preprocess = lambda upload: (upload and upload.path) or preprocess(upload)
         return component
 
-    def text_input(label: str, texts: Sequence[str]) -> Any:
-        return gradio.Textbox(texts[0], label=label)
+    def _text_input(self, label: str, texts: Sequence[str]) -> Any:
+        return self._gradio.Textbox(texts[0], label=label)
 
-    def image_output() -> Any:
-        return gradio.Image(
+    def _image_output(self) -> Any:
+        return self._gradio.Image(
             show_label=False,
             interactive=False,
             format="png",
@@ -136,94 +236,6 @@ def page(session: ModelSession) -> Any:
             buttons=[],
             elem_classes="image",
         )
-
-    images, captions, phrases, questions = zip(*examples(session.gallery), strict=True)
-    others = [*images[1:], images[0]]
-    with gradio.Blocks(title=f"Try {session.name}", analytics_enabled=False) as blocks:
-        gradio.Markdown(f"# Try `{session.name}`\n{abilities(session)}")
-        with gradio.Row():
-            image = image_input("Image", images)
-            pair = session.image_count == 2
-            second = image_input("Second image, right of the first", others, pair)
-        if session.gallery is not None:
-            with gradio.Tab("Search"):
-                query = text_input(f"Look for, in {len(session.gallery)} images", captions)
-                button = submit_button("Search")
-                nearest = ", the four nearest with the probability of a match"
-                gradio.Markdown(
-                    f"The best first with similarity{nearest if session.can_match else ''}; a "
-                    "click makes one the image above."
-                )
-                results = image_gallery("results", 4, preview=False)
-
-                def search(text: str) -> list[tuple[Image.Image, str]]:
-                    return [(hit.image, hit.text) for hit in session.search(text)]
-
-                add_action(button, "search", search, [query], [results], [captions])
-
-                def select_image(results: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
-                    return results[event.index][0]
-
-                select_image.__annotations__["event"] = gradio.SelectData
-                results.select(select_image, results, image, api_visibility="private")
-        if (page_action := session.action) is not None:
-            with gradio.Tab(page_action.tab):
-                inputs = [image, second][: session.image_count]
-                samples = [images, others][: session.image_count]
-                if page_action.text is not None:
-                    texts = questions if page_action.name == "answer" else captions
-                    inputs.append(text_input(page_action.text, texts))
-                    samples.append(texts)
-                button = submit_button(page_action.button)
-                answers = gradio.Label(label=page_action.output)
-
-                def act(*values: Any) -> dict[str, float]:
-                    if page_action.text is None:
-                        return dict(session.act(page_action.name, values))
-                    return dict(session.act(page_action.name, values[:-1], values[-1]))
-
-                add_action(button, page_action.name, act, inputs, [answers], samples)
-        if session.can_match:
-            with gradio.Tab("Match"):
-                text = text_input("Does this text belong to the image?", captions)
-                button = submit_button("Match")
-                probabilities = gradio.Label(label="Match")
-                add_action(
-                    button,
-                    "match",
-                    lambda image, text: dict(session.match(image, text)),
-                    [image, text],
-                    [probabilities],
-                    [images, captions],
-                )
-            with gradio.Tab("Ground"):
-                phrase = text_input("Where is", phrases)
-                button = submit_button("Show")
-                gradio.Markdown("The image, and Grad-CAM of the phrase, from blue (weak) to red.")
-                with gradio.Row():
-                    plain, heat = image_output(), image_output()
-                add_action(
-                    button,
-                    "ground",
-                    session.ground,
-                    [image, phrase],
-                    [plain, heat],
-                    [images, phrases],
-                )
-        with gradio.Tab("Anchors"):
-            caption = text_input("Caption", captions)
-            button = submit_button("Show")
-            gradio.Markdown("For each word the share of channel groups that anchor a patch.")
-            words = image_gallery("words", 6, preview=True)
-            add_action(
-                button,
-                "anchors",
-                lambda image, text: [(hit.image, hit.text) for hit in session.anchors(image, text)],
-                [image, caption],
-                [words],
-                [images, captions],
-            )
-    return blocks
 
 
 def abilities(session: ModelSession) -> str:
@@ -241,9 +253,9 @@ def abilities(session: ModelSession) -> str:
     return f"{training} Not offered, with what it needs: {missing}."
 
 
-def serve(session: ModelSession, host: str = HOST, port: int = PORT, block: bool = True) -> Any:
+def serve(session: ModelSession, host: str, port: int, block: bool = True) -> Any:
     """Serve the page without a public link, until interrupted (`block`) or in the background."""
-    gradio, blocks = gradio_module(), page(session)
+    gradio, blocks = gradio_module(), PageBuilder(session).build()
     # The default theme loads fonts from a server.
     theme = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     try:

@@ -19,7 +19,6 @@ from evaluation.downstream.task_evaluation import (
     get_evaluation,
     load_for_evaluation,
     load_model,
-    page_actions,
 )
 from evaluation.encoder import encode_image
 from evaluation.grounding.heatmaps import draw_boxes, overlay_anchors, overlay_heatmap, phrase_heat
@@ -53,6 +52,9 @@ CACHED_IMAGES = 4
 
 # Letters of a text; the tokenizer needs 90 bytes of memory for each.
 MAX_TEXT = 100_000
+
+# Images of a search, and the first of them, which the cross-modal encoder re-ranks.
+TOP, RERANKED = 8, 4
 
 
 class EncodedImage:
@@ -128,33 +130,29 @@ class ModelSession:
         """Return True if the match score is trained; Grad-CAM also needs that."""
         return self.loaded.model.match_is_trained
 
-    def search(self, text: str, top: int = 8, rerank: int = 4) -> list[CaptionedImage]:
-        """Return the best images for a text; the cross-modal encoder re-ranks the first ones."""
-        if self.gallery is None:
-            raise EvaluationError("there is nothing to search: start the page with --shards DIR")
-        gallery = self.gallery
+    def search(self, text: str) -> list[CaptionedImage]:
+        """Return the gallery's best images for a text, best first."""
+        assert self.gallery is not None
         # An untrained match score would shuffle the best images.
-        rerank = rerank if self.can_match else 0
+        rerank = RERANKED if self.can_match else 0
         results = []
-        for hit in gallery.search(_require_text(text), top, rerank):
+        for hit in self.gallery.search(_require_text(text), TOP, rerank):
             label = f"{hit.similarity:.2f}"
             if hit.match is not None:
                 label += f" · match {torch.tensor(hit.match).sigmoid():.2f}"
-            image = gallery.image(hit.image, self._min_side).image
+            image = self.gallery.image(hit.image, self._min_side).image
             results.append(CaptionedImage(_reduce(image, self._min_side), label))
         return results
 
-    def act(
-        self, name: str, images: Sequence[ImageInput], text: str | None = None
-    ) -> list[tuple[str, float]]:
-        """Return predictions of the action `name` with probabilities, the likeliest first."""
-        task = self._task
-        if task is None or self.action is None or self.action.name != name:
-            raise self._wrong_task(name)
-        prompt = "" if self.action.text is None else _require_text(text or "")
-        if len(images) != self.image_count:
-            count = "1 image" if self.image_count == 1 else f"{self.image_count} images"
-            raise EvaluationError(f"{task.kind} takes {count}, not {len(images)}")
+    def act(self, images: Sequence[ImageInput], text: str = "") -> list[tuple[str, float]]:
+        """Return predictions of `action` with probabilities, the likeliest first.
+
+        images: `image_count` images. text: ignored by tasks that read no text.
+        """
+        task, action = self._task, self.action
+        assert task is not None
+        assert action is not None
+        prompt = "" if action.text is None else _require_text(text)
         decoded = [self._open_image(image).image for image in images]
         evaluation = get_evaluation(task.kind)
         with (
@@ -213,13 +211,6 @@ class ModelSession:
 
     def _image(self, image: ImageInput) -> EncodedImage:
         return EncodedImage(image, self._min_side, self.loaded, self.device)
-
-    def _wrong_task(self, name: str) -> EvaluationError:
-        training = f"was fine-tuned for {self.kind}" if self.kind else "was pretrained alone"
-        action, kinds = next((a, kinds) for a, kinds in page_actions().items() if a.name == name)
-        return EvaluationError(
-            f"{self.name} cannot {action.verb}: it {training}; that needs {' or '.join(kinds)}"
-        )
 
 
 def _require_text(text: str) -> str:

@@ -101,20 +101,16 @@ class Gallery:
 
         Both sides keep `min_size` pixels, as in `vlp.data.image.decode.decode_image`.
         """
-        if not 0 <= index < len(self):
-            raise EvaluationError(f"image {index} does not exist: indices are 0 to {len(self) - 1}")
         sample = self._samples.read(int(self._sample_indices[index]), min_size)
         if isinstance(sample, SkippedSample):
             raise EvaluationError(f"{sample.kind}: {sample.where}")
         return sample
 
-    def search(self, text: str, top: int = 8, rerank: int = 16) -> list[Hit]:
+    def search(self, text: str, top: int, rerank: int) -> list[Hit]:
         """Return the `top` best images for a text, best first.
 
         The `rerank` nearest images are re-ranked by similarity / temperature + match log-odds.
         """
-        if top < 1 or rerank < 0:
-            raise EvaluationError(f"top {top} must be at least 1, and rerank {rerank} at least 0")
         model = self.loaded.model
         with torch.no_grad(), evaluating(model, self.encoder.device) as torch_device:
             tokens = [part.to(torch_device) for part in self.loaded.text([text])]

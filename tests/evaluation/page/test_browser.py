@@ -44,7 +44,8 @@ def address(tmp_path_factory, scene_shards):
     task, _ = vqa.build(config, toy_parts(seed=3), 8, 0, "float32")
     task.save_model(folder, task.state_dict())
     port = free_port()
-    blocks = serve(ModelSession(folder, [scene_shards], device="cpu"), port=port, block=False)
+    session = ModelSession(folder, [scene_shards], device="cpu")
+    blocks = serve(session, "127.0.0.1", port, block=False)
     yield f"http://127.0.0.1:{port}"
     blocks.close()
 
