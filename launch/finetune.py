@@ -76,7 +76,7 @@ def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
             message = "is loaded" if has_head else "does not fit this task: a new head is used"
             print(f"{config.init_from}: its head {message}", flush=True)
     if isinstance(task, Distilled):
-        task.start_teacher(training.steps_in_epoch(data))
+        task.start_teacher(training.count_steps(data.batches_in_epoch(0)))
     if isinstance(task, PairsTask):
         task.log_every = training.log_every
     return task, data
@@ -122,7 +122,7 @@ def build_validation(
             # The training goes on, as after a loss that is not finite; NaN is never the best.
             return {metric: math.nan}
 
-    every = training.evaluate_every or training.steps_in_epoch(data)
+    every = training.evaluate_every or training.count_steps(data.batches_in_epoch(0))
     validation_data = json.dumps([list(map(str, folders)), limit])
     best = BestCheckpoint(validate, metric, every, training.patience, validation_data)
     trial_limit = _TRIAL_SAMPLES if limit is None else min(limit, _TRIAL_SAMPLES)

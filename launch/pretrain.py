@@ -112,7 +112,7 @@ def build_validation(
             full_model.load_state_dict(strip_prefix(task.state_dict() | parameters(), "model."))
         return recalls(loaded, validation, limit, config) | losses(batches)
 
-    every = training.evaluate_every or training.steps_in_epoch(data)
+    every = training.evaluate_every or training.count_steps(data.batches_in_epoch(0))
     best = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
     try:
         best.require_metric(validate(task.state_dict, _TRIAL_SAMPLES, 1))

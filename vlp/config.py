@@ -345,6 +345,17 @@ def _config_types(annotation: Any) -> Iterator[type[Config]]:
 INHERIT = "inherit"
 
 
+def parse_override(override: str) -> tuple[str, Any]:
+    """Return key and value of `KEY=VALUE`, whose value is YAML."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{override!r} sets no key; write KEY=VALUE")
+    try:
+        return key, parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
+
+
 def load_config(
     path: str | Path,
     schema: type[AnyConfig],
@@ -361,13 +372,7 @@ def load_config(
     values, origins = read_values(path)
     # Formats first: another format replaces the whole mapping, which other overrides then change.
     for override in sorted(overrides, key=lambda override: ".format=" not in override):
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"{override!r} is not an override; write key.sub=value")
-        try:
-            value = parse_yaml(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{override!r}: the value is not YAML: {error}") from error
+        key, value = parse_override(override)
         for inner_key in (key, *(f"{key}.{inner}" for inner in _dotted_keys(value))):
             origins[inner_key] = origin
         for depth in range(1, key.count(".") + 1):

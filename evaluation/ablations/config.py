@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
+from evaluation.jobs import View
 from evaluation.vision.frozen import FrozenConfig
 from vlp.config import Config, LocalPath
 
@@ -79,9 +80,7 @@ class RowConfig(Config):
 
     label: str = Field(description="first cell of the row")
     variant: str = Field(description="whose figures it has")
-    view: Literal["image", "shuffled", "blank"] = Field(
-        "image", description="what {view} in `figures` stands for in this row"
-    )
+    view: View = Field("image", description="what {view} in `figures` stands for in this row")
     paper: tuple[float, ...] = Field((), description="the paper's figures, one for each column")
 
 

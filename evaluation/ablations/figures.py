@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, mean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, get_args
 
 from evaluation.ablations.config import AblationConfig, FineTunedConfig, MeasuredConfig
+from evaluation.jobs import View
 from evaluation.options import EvalOptions
 from vlp.config import parse_yaml
 from vlp.io import parse_json
@@ -23,17 +24,19 @@ def evaluate_run(folder: Path, threads: int, config: AblationConfig) -> dict[str
 
     # OMP_NUM_THREADS is set for the process of the training alone.
     torch.set_num_threads(threads)
+    run_report = parse_json((folder / "report.json").read_text(encoding="utf-8"))
     if config.scenes is not None:
         figures = evaluate_scenes(folder, Path(config.scenes))
     elif config.measured is not None:
         figures = evaluate_images(folder, config.measured)
+        log, _ = read_log(folder / "log.jsonl")
+        figures |= last_losses(log, run_report["resumed_at_steps"])
     elif config.fine_tuned is not None:
         figures = evaluate_fine_tuned(folder, config.fine_tuned)
     else:
         from evaluation.vision import evaluate_folder
 
         figures = evaluate_folder(folder / "model", EvalOptions(limit=config.limit))
-    run_report = parse_json((folder / "report.json").read_text(encoding="utf-8"))
     cost = {"training/steps": run_report["step"], "training/minutes": run_report["seconds"] / 60}
     return {"evaluation": config.evaluation(), "figures": {**figures, **cost}}
 
@@ -50,9 +53,8 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
 
     loaded = vlp.load(folder / "model")
     figures: dict[str, float] = {}
-    views: tuple[Literal["image", "shuffled", "blank"], ...] = ("image", "shuffled", "blank")
     # One resample, as intervals are not stored: the report computes intervals over seeds.
-    for view in views:
+    for view in get_args(View):
         swaps = evaluate_swaps(
             loaded, [scenes / "swaps"], view=view, options=EvalOptions(resamples=1)
         )
@@ -70,15 +72,13 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
         figures[f"pointing/{name}"] = 100 * words.pointing.value
         if words.anchors is not None:
             figures[f"anchors/{name}"] = 100 * words.anchors.value
-    if pointing.paths is not None:
-        figures["paths/anchors"] = 100 * pointing.paths.anchors
-        figures["paths/reachable"] = 100 * pointing.paths.reachable
-        figures["paths/spread"] = pointing.paths.spread
+    for name, value in pointing.paths.items():
+        figures[f"paths/{name}"] = value if name == "spread" else 100 * value
     return figures
 
 
 def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
-    """Evaluate recall and foils in percent, and losses: `list_loss/...` and `last_losses`.
+    """Evaluate recall and foils in percent, and losses of lists: `list_loss/...`.
 
     Recall is of the dual encoder (`dual/...`), and re-ranked by similarity plus match score
     (`rerank/...`) and by the match score alone (`match/...`). List losses are in nats.
@@ -101,14 +101,10 @@ def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
         )
         for name, figure in foils.figures.items():
             figures[f"foils/{name.replace(', ', '/')}"] = 100 * figure.value
-    file = folder / "report.json"
-    run_report = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    # A model that the ablation did not train has neither report nor log.
-    log, _ = read_log(folder / "log.jsonl")
-    return figures | last_losses(log, run_report.get("resumed_at_steps", ()))
+    return figures
 
 
-def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int] = ()) -> dict[str, float]:
+def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int]) -> dict[str, float]:
     """Return the mean of each loss over the last fifth of a training's steps, as `training/NAME`.
 
     resumes: steps at which the training was resumed.

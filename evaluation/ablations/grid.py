@@ -127,12 +127,7 @@ def results(config: AblationConfig, source: Path) -> Results:
     return {key: result["figures"] for key, result in run_results.items() if result is not None}
 
 
-def run_ablation(
-    config: AblationConfig,
-    source: Path,
-    only: Sequence[str] = (),
-    print_line: Callable[[str], object] = print,
-) -> Results:
+def run_ablation(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> Results:
     """Prepare, train and evaluate whatever lacks a result; return figures of all finished runs."""
     from evaluation.ablations.figures import evaluate_run
 
@@ -140,14 +135,14 @@ def run_ablation(
     check(runs)
     for number, step in enumerate(config.prepare):
         if step.makes is None or not Path(step.makes).exists():
-            print_line(f"vlp {step.run}")
+            print(f"vlp {step.run}")
             log = Path(config.output) / f"prepare-{number}.log"
             run_with_log([*VLP, *shlex.split(step.run)], log, os.cpu_count() or 1)
     if config.frozen is not None:
-        _train_frozen(runs, config, config.frozen, print_line)
+        _train_frozen(runs, config, config.frozen)
     else:
         evaluate = partial(evaluate_run, config=config)
-        do_runs(runs, config.jobs, evaluate, config.evaluation(), print_line)
+        do_runs(runs, config.jobs, evaluate, config.evaluation())
     return results(config, source)
 
 
@@ -194,24 +189,21 @@ def do_runs(
     jobs: int,
     evaluate: Evaluate,
     evaluation: dict[str, Any] | None = None,
-    print_line: Callable[[str], object] = print,
 ) -> None:
     """Train and evaluate the runs without a result of this evaluation, `jobs` side by side."""
-    todo = _unfinished(runs, evaluation, print_line)
+    todo = _unfinished(runs, evaluation)
     # Runs share the cores. The user may set threads: of "4,2", the outer of two nested levels.
     outer_level = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     threads = int(outer_level or max(1, (os.cpu_count() or 1) // jobs))
     work = partial(_work, evaluate=evaluate, threads=threads)
     done = Executor(jobs, spawn=True).map(work, todo, ordered=False)
     for number, (name, seconds) in enumerate(done, 1):
-        print_line(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
+        print(f"  {number}/{len(todo)} {name}: {seconds:.0f} s")
 
 
-def _unfinished(
-    runs: Sequence[Run], evaluation: dict[str, Any] | None, print_line: Callable[[str], object]
-) -> list[Run]:
+def _unfinished(runs: Sequence[Run], evaluation: dict[str, Any] | None) -> list[Run]:
     todo = [run for run in runs if run.result(evaluation) is None]
-    print_line(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
     return todo
 
 
@@ -231,15 +223,10 @@ def _work(run: Run, evaluate: Evaluate, threads: int) -> tuple[str, float]:
     return run.name, time.monotonic() - started
 
 
-def _train_frozen(
-    runs: Sequence[Run],
-    config: AblationConfig,
-    frozen: FrozenConfig,
-    print_line: Callable[[str], object],
-) -> None:
+def _train_frozen(runs: Sequence[Run], config: AblationConfig, frozen: FrozenConfig) -> None:
     """Train and test runs one after another; all read the same stored tokens."""
     evaluation = config.evaluation()
-    todo = _unfinished(runs, evaluation, print_line)
+    todo = _unfinished(runs, evaluation)
     for number, run in enumerate(todo, 1):
         training = run.read()
         if not isinstance(training, VisionConfig):
@@ -248,7 +235,7 @@ def _train_frozen(
         figures = fit(training, frozen, load_tokens(file, training, frozen, config.limit))
         save_config(training, run.folder / "config.yaml")
         write_json(run.folder / RESULT, {"evaluation": evaluation, "figures": figures}, indent=1)
-        print_line(f"  {number}/{len(todo)} {run.name}")
+        print(f"  {number}/{len(todo)} {run.name}")
 
 
 def run_with_log(command: Sequence[str], log: Path, threads: int) -> None:

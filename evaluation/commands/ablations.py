@@ -158,7 +158,7 @@ def compare(
     from evaluation.ablations.config import AblationConfig
     from evaluation.ablations.grid import check, steps_within
     from evaluation.ablations.grid import plan as plan_runs
-    from vlp.config import ConfigError, dump_yaml, load_plugins, parse_yaml, validate
+    from vlp.config import ConfigError, dump_yaml, load_plugins, parse_override, validate
     from vlp.io import write_text
     from vlp.models.vision.backbone import create_backbone
 
@@ -169,11 +169,11 @@ def compare(
         name, *settings = spec.strip().split(":")
         encoding: dict[str, Any] = {"name": name, "options": {}}
         for setting in settings:
-            key, equals, value = setting.partition("=")
+            key, equals, _ = setting.partition("=")
             if key in encoding["options"] or (not equals and "roles" in encoding):
                 raise ConfigError(f"{spec.strip()!r}: give roles and each option once")
             if equals:
-                encoding["options"][key] = parse_yaml(value)
+                encoding["options"][key] = parse_override(setting)[1]
             else:
                 encoding["roles"] = setting
         variants[spec.strip()] = {} if name in (OWN, NONE) else encoding
@@ -184,19 +184,14 @@ def compare(
         "training.precision": "bf16" if torch.cuda.is_available() else "float32",
         "training.epochs": epochs or 10,
     }
-    user_changes = {}
-    for override in overrides or ():
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r} is not an override; write key.sub=value")
-        user_changes[key] = parse_yaml(value)
+    user_changes = dict(map(parse_override, overrides or ()))
     changes |= user_changes
     if minutes_a_run and (epochs or user_changes.keys() & {"training.steps", "training.epochs"}):
         raise ConfigError("--minutes-a-run sets the steps: leave out --epochs and training.steps")
     values = {
         "output": str(out),
         "plugins": [str(Path(p).resolve()) if p.endswith(".py") else p for p in plugin or ()],
-        "seeds": parse_yaml(f"[{seeds}]"),
+        "seeds": parse_override(f"seeds=[{seeds}]")[1],
         "jobs": jobs,
         "training": {"config": "training.yaml", "overrides": changes},
         "variants": {

@@ -61,14 +61,10 @@ def show(
       vlp positions show rope-axial theta=10 --grid 14x14 --out map.png
     """
     from evaluation.probes.position_card import draw_map, position_card
-    from vlp.config import load_plugins, parse_yaml
+    from vlp.config import load_plugins, parse_override
 
     load_plugins(plugin or ())
-    parts = [argument.partition("=") for argument in options or ()]
-    if invalid := next((key for key, equals, _ in parts if not equals), None):
-        message = f"{invalid!r} is not an option; write name=value, such as theta=10"
-        raise typer.BadParameter(message)
-    values = {key: parse_yaml(value) for key, _, value in parts}
+    values = dict(map(parse_override, options or ()))
     print(position_card(name, grid, values))
     if out is not None:
         draw_map(name, grid, values, out)

@@ -210,7 +210,7 @@ def _steps(config: PretrainConfig, pairs: int | None) -> int | None:
     if pairs is None or training.epochs is None:
         return None
     batches = -(-pairs // training.batch)  # the last batch of an epoch may have empty rows
-    return max(1, training.epochs * batches // training.gradient_accumulation_steps)
+    return training.count_steps(training.epochs * batches)
 
 
 def _count_pairs(config: PretrainConfig) -> int | None:

@@ -26,7 +26,7 @@ MISTAKES = [
     (TRAIN + "lr=1e-4", "training.optimiser.learning_rate"),
     (TRAIN + "training.precision=fp32", "float32"),
     (TRAIN + "training.epochs=null training.steps=null", "epochs"),
-    (TRAIN + "'training.batch 7'", "key.sub=value"),
+    (TRAIN + "'training.batch 7'", "KEY=VALUE"),
     (TRAIN + "training.evaluate_every=5", "evaluate_every"),
     (
         TRAIN + "validation.shards=[scenes/val] validation.rerank=8 objectives.itm=null",

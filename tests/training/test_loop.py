@@ -13,7 +13,7 @@ from training_toy import PlainEngine, ToyData, ToyTask, UnreadEngine, log_lines,
 
 from vlp.config import ConfigError, load_config
 from vlp.distributed import broadcast_tensors
-from vlp.tasks.pretraining.statistics import CollapseMonitor
+from vlp.tasks.pretraining import statistics
 from vlp.training import loop
 from vlp.training.config import PretrainConfig
 from vlp.training.loop import NonFiniteError, count_steps, nan_if_non_finite
@@ -250,10 +250,11 @@ def change_outputs(monkeypatch, change):
 
 
 def test_dead_features_are_warned_about(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(CollapseMonitor.__init__, "__defaults__", (0.95, 0.1, 0, 2))
+    monkeypatch.setattr(statistics, "GRACE_STEPS", 0)
+    monkeypatch.setattr(statistics, "PATIENCE", 2)
     values = {"image_token_cosine": 0.99, "text_spread": 0.7, "anchor_spread": 0.0}
-    statistics = {name: torch.tensor(value) for name, value in values.items()}
-    change_outputs(monkeypatch, lambda output: output._replace(statistics=statistics))
+    dead = {name: torch.tensor(value) for name, value in values.items()}
+    change_outputs(monkeypatch, lambda output: output._replace(statistics=dead))
     run(tmp_path)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1

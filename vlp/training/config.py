@@ -123,6 +123,10 @@ class TrainingConfig(Config):
             return None
         return "zero1" if self.engine == "deepspeed" else self.engine
 
+    def count_steps(self, batches: int, done: int = 0) -> int:
+        """Return `done` optimiser steps plus the whole ones that `batches` make, at least 1."""
+        return max(1, done + batches // self.gradient_accumulation_steps)
+
     def require_equal_shares(self, world_size: int) -> None:
         """Require a batch that is a multiple of the number of ranks."""
         if self.batch % world_size:
@@ -137,10 +141,6 @@ class ValidatedTrainingConfig(TrainingConfig):
     evaluate_every: int | None = Field(
         None, ge=1, description="steps between validations; null: every epoch"
     )
-
-    def steps_in_epoch(self, data: Any) -> int:
-        """Return the number of optimiser steps in the data's first epoch, at least 1."""
-        return max(1, data.batches_in_epoch(0) // self.gradient_accumulation_steps)
 
 
 class PretrainTrainingConfig(ValidatedTrainingConfig):

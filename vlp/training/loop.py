@@ -327,8 +327,7 @@ def count_steps(config: RunConfig, data: StreamedData, progress: Progress) -> in
     assert training.epochs is not None  # RunConfig validates this
     # From consumed samples, as the batch may have changed since an earlier start.
     batches_left = data.batches_left(progress.samples, training.epochs)
-    # At least one step, even if the epochs have fewer batches than it takes.
-    return max(1, progress.step + batches_left // training.gradient_accumulation_steps)
+    return training.count_steps(batches_left, progress.step)
 
 
 def _log_schedule(config: RunConfig, log: RunLog, step: int, total_steps: int) -> None:

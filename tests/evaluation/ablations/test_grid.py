@@ -148,7 +148,7 @@ def test_a_grid_is_trained_once_resumed_and_evaluated_again_without_training(tin
 
 
 @pytest.mark.nightly
-def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
+def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path, capsys):
     scenes, vocabulary = tmp_path / "scenes", str(tmp_path / "scenes" / "vocabulary")
     train = f"data vocabulary --shards {scenes}/train --size 256 --out {vocabulary}"
     overrides = {
@@ -177,13 +177,16 @@ def test_scenes_are_prepared_and_models_pretrained_and_evaluated(tmp_path):
     }
     file = tmp_path / "x.yaml"
     file.write_text(yaml.safe_dump(plain))
-    config, said = load_config(file, AblationConfig), []
-    found = run_ablation(config, file, print_line=said.append)
+    config = load_config(file, AblationConfig)
+    found = run_ablation(config, file)
     assert set(found) == {(name, seed) for name in ("none", "ace") for seed in (0, 1)}
     assert "swaps/shuffled/words/all/pair" in found["none", 0]
     assert (tmp_path / "out/ace/1/queries.csv").read_text().startswith("direction,image,caption,")
-    run_ablation(config, file, print_line=said.append)
-    assert said[-2:] == [f"vlp data scenes --out {scenes} {sizes}", "4 runs, 4 of them done"]
+    capsys.readouterr()
+    run_ablation(config, file)
+    assert capsys.readouterr().out.splitlines() == [
+        f"vlp data scenes --out {scenes} {sizes}", "4 runs, 4 of them done"
+    ]  # fmt: skip
 
 
 TRAINING = """
@@ -259,17 +262,16 @@ def test_a_grid_that_is_killed_leaves_no_training(tmp_path, how):
 
 
 @pytest.mark.nightly
-def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path):
+def test_a_failed_training_is_named_and_ends_those_beside_it(tmp_path, capsys):
     script, out = tmp_path / "training.py", tmp_path / "runs"
     script.write_text(FAILING)
     runs = [Run(f"run {n}", out / str(n), [sys.executable, str(script), str(out / str(n))])
             for n in range(4)]  # fmt: skip
-    said = []
     started = time.monotonic()
     with pytest.raises(ConfigError, match="0 ended with code 3; see ") as error:
-        do_runs(runs, 2, dict, print_line=said.append)
+        do_runs(runs, 2, dict)
     assert error.value.__notes__ == [f"This was run 0, in {out / '0'}."]
-    assert said == ["4 runs, 0 of them done"]
+    assert capsys.readouterr().out == "4 runs, 0 of them done\n"
     assert time.monotonic() - started < 100, "the one beside it was waited for"
     assert not (out / "3").exists(), "the last one in the queue was started"
 
@@ -368,6 +370,7 @@ def test_minutes_a_run_give_all_encodings_the_steps_of_the_slowest(folder, capsy
         (["--encodings", "irpe-product:k:mode=biss"], "irpe-product.*mode.*biss"),
         (["--reference", "sape"], "unknown variants sape"),
         (["--seeds", "0,0"], "a seed is named twice"),
+        (["--seeds", "0,[1"], "the value is not YAML"),
         (["training.step=3"], "did you mean 'training.steps'"),
         (["--plugin", "gone.py"], "plugin .*gone.py: there is no such file"),
     ],

@@ -208,18 +208,18 @@ def test_losses_of_the_last_fifth_of_the_steps_are_measured(tmp_path):
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"event": "stop"}', '{"step": 5']))
     assert read_log(tmp_path / "log.jsonl") == (rows, 2)
-    assert last_losses(rows) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
+    assert last_losses(rows, []) == {"training/itm": (4.5 + 5.0) / 2, "training/total": 1.0}
     rows[-1]["loss/itm"] = None  # it was not finite
     rows.append({"step": 50, "validation/mean": 0.5, "validation/loss/total": 2.0})
-    assert last_losses(rows) == {"training/itm": 4.5, "training/total": 1.0}
+    assert last_losses(rows, []) == {"training/itm": 4.5, "training/total": 1.0}
     assert read_log(tmp_path / "elsewhere") == ([], 0)
-    assert last_losses([]) == {}
+    assert last_losses([], []) == {}
 
 
 def test_a_line_after_a_resume_counts_as_much_as_its_steps():
     rows = [{"step": step, "samples": 1, "loss/total": 1.0} for step in (80, 90, 100)]
     rows[2]["loss/total"] = 4.0  # of steps 99 and 100 alone
-    assert last_losses(rows) == {"training/total": 2.5}
+    assert last_losses(rows, []) == {"training/total": 2.5}
     assert last_losses(rows, [40, 98]) == {"training/total": pytest.approx((1 + 0.2 * 4) / 1.2)}
 
 
