@@ -32,19 +32,24 @@ def require_empty(out: Path) -> None:
         raise EvaluationError(f"--out {out} exists already; name another folder")
 
 
-class FeatureFiles:
-    """Writer of NAME.npy (rows, width) and NAME.jsonl, a line per row; `finish` merges ranks."""
+IMAGES, CAPTIONS = "images", "captions"
+Dtype = Literal["float32", "float16"]
 
-    def __init__(
-        self, out: Path, names: Sequence[str], width: int, dtype: str, processes: ProcessGroup
-    ) -> None:
-        self._out, self._names, self._width, self._dtype = out, names, width, np.dtype(dtype)
+
+class FeatureFiles:
+    """Writer of NAME.npy (rows, width) and NAME.jsonl, a line per row; `finish` merges ranks.
+
+    Names are `IMAGES` and `CAPTIONS`. A caption's line has its image's row in the field `IMAGES`.
+    """
+
+    def __init__(self, out: Path, width: int, dtype: str, processes: ProcessGroup) -> None:
+        self._out, self._width, self._dtype = out, width, np.dtype(dtype)
         self._processes = processes
         self._parts = out.with_name(out.name + ".tmp")
         require_empty(out)
         # One rank creates the folder; an error is raised on all ranks.
         self._processes.map_blocks(1, lambda _: self._create_folder())
-        self._rows = dict.fromkeys(names, 0)
+        self._rows = {IMAGES: 0, CAPTIONS: 0}
 
     def add(self, name: str, features: NDArray[Any], rows: Sequence[Mapping[str, Any]]) -> int:
         """Append features (rows, width) and lines; return the first row's index in this rank."""
@@ -57,16 +62,12 @@ class FeatureFiles:
         self._rows[name] += len(features)
         return first_row
 
-    def finish(self, references: Mapping[str, str]) -> dict[str, int]:
-        """Merge the ranks' files under their final names, and return the number of rows by name.
-
-        references: {name: other} if lines of file `name` have a field `other` with a row index of
-            file `other`.
-        """
+    def finish(self) -> dict[str, int]:
+        """Merge the ranks' files under their final names, and return the number of rows by name."""
         processes = self._processes
         rows_of_ranks = processes.map_blocks(processes.world_size, lambda _: self._rows)
-        processes.map_blocks(1, lambda _: self._merge(rows_of_ranks, references))
-        return {name: sum(rows[name] for rows in rows_of_ranks) for name in self._names}
+        processes.map_blocks(1, lambda _: self._merge(rows_of_ranks))
+        return {name: sum(rows[name] for rows in rows_of_ranks) for name in self._rows}
 
     def _files(self, name: str, rank: int) -> tuple[Path, Path]:
         return self._parts / f"{name}.{rank}.raw", self._parts / f"{name}.{rank}.lines"
@@ -82,10 +83,8 @@ class FeatureFiles:
                 f"--out {self._out}: cannot be written ({error.strerror})"
             ) from error
 
-    def _merge(
-        self, rows_of_ranks: Sequence[dict[str, int]], references: Mapping[str, str]
-    ) -> None:
-        for name in self._names:
+    def _merge(self, rows_of_ranks: Sequence[dict[str, int]]) -> None:
+        for name in self._rows:
             shape = sum(rows[name] for rows in rows_of_ranks), self._width
             with (
                 (self._parts / f"{name}.npy").open("wb") as data,
@@ -93,7 +92,7 @@ class FeatureFiles:
             ):
                 header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(data, header)
-                # Each rank counts rows from 0: add the rows of the ranks before it to references.
+                # Each rank counts images from 0: add those of the ranks before it.
                 offset = 0
                 for rank, rows in enumerate(rows_of_ranks):
                     data_part, lines_part = self._files(name, rank)
@@ -102,26 +101,21 @@ class FeatureFiles:
                             shutil.copyfileobj(part, data, 2**20)
                         with lines_part.open(encoding="utf-8") as part_lines:
                             for line in part_lines:
-                                lines.write(_shift_reference(line, references.get(name), offset))
+                                lines.write(_shift_image(line, offset))
                     data_part.unlink(missing_ok=True)
                     lines_part.unlink(missing_ok=True)
-                    offset += rows[references[name]] if name in references else 0
+                    offset += rows[IMAGES]
         # `out` may be an empty folder; the rename makes all files appear at once.
         if self._out.is_dir():
             self._out.rmdir()
         self._parts.rename(self._out)
 
 
-def _shift_reference(line: str, field: str | None, offset: int) -> str:
-    if field is None:
-        return line
+def _shift_image(line: str, offset: int) -> str:
     row = parse_json(line)
-    row[field] += offset
+    if IMAGES in row:
+        row[IMAGES] += offset
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-IMAGES, CAPTIONS = "images", "captions"
-Dtype = Literal["float32", "float16"]
 
 
 class _PairBlock(NamedTuple):
@@ -177,8 +171,7 @@ def embed(
     """
     processes, items = ProcessGroup.current(), Items(shards, limit=options.limit)
     model, batch = loaded.model, options.batch
-    names = (IMAGES, CAPTIONS)
-    files = FeatureFiles(Path(out), names, model.config.embed_dim, dtype, processes)
+    files = FeatureFiles(Path(out), model.config.embed_dim, dtype, processes)
     blocks = item_blocks(len(items), batch)
 
     def encode(encoder: Callable[..., Any], *inputs: torch.Tensor) -> NDArray[np.floating]:
@@ -194,13 +187,8 @@ def embed(
             for start in range(0, len(captions), batch):
                 chunk = captions[start : start + batch]
                 lines = [
-                    {
-                        "key": rows[row]["key"],
-                        "caption": index,
-                        "text": text,
-                        IMAGES: first_row + row,
-                    }
-                    for row, index, text in chunk
+                    {"key": rows[r]["key"], "caption": i, "text": text, IMAGES: first_row + r}
+                    for r, i, text in chunk
                 ]
                 tokens = loaded.text([text for *_, text in chunk])
                 files.add(CAPTIONS, encode(model.encode_text, *tokens), lines)
@@ -225,6 +213,6 @@ def embed(
             f"{', '.join(items.folders)}: no image could be used; the first: {skipped[0].kind}, "
             f"{skipped[0].where}"
         )
-    rows = files.finish({CAPTIONS: IMAGES})
+    rows = files.finish()
     num_truncated = sum(count for _, count in parts)
     return FeatureCounts(rows[IMAGES], rows[CAPTIONS], count_kinds(skipped), num_truncated)

@@ -138,14 +138,6 @@ def _pad_rows(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
     return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
 
 
-class _EncodedImages(NamedTuple):
-    """Unit features (rows, d) of a block's usable samples, and its skipped samples."""
-
-    features: NDArray[np.float32]
-    samples: Sequence[SampleInfo]
-    skipped: Sequence[SkippedSample]
-
-
 class _ImageBlock(NamedTuple):
     """Encoder inputs (rows, ...) of a block's usable samples, None without any; skipped samples."""
 
@@ -208,10 +200,10 @@ class Encoder:
     def collect(self, processes: ProcessGroup, label: str = "encode") -> Collection:
         """Encode all images and captions, with a progress bar; merge samples of one image."""
 
-        def encode(block: int) -> _EncodedImages:
-            features, samples, skipped = self.images[block]
+        def encode(block: int) -> Block:
+            encoded = self.images[block]
             bar.update(len(range(len(self.samples))[_rows(block, self.batch)]))
-            return _EncodedImages(_unit_features(features), samples, skipped)
+            return encoded._replace(features=_unit_features(encoded.features))
 
         # About the number of this rank's samples: ranks share blocks, not samples.
         total, count = len(processes.share(len(self.samples))), len(self._image_blocks)

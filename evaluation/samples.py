@@ -300,8 +300,6 @@ def _unchanged(parcel: Any) -> Any:
 
 def evenly_spaced(total: int, limit: int | None) -> list[int]:
     """Return indices of `limit` of `total` samples, evenly spaced from first to last; None: all."""
-    if limit is not None and limit < 1:
-        raise EvaluationError(f"limit {limit}: at least one sample is needed")
     count = total if limit is None else min(limit, total)
     indices: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
     return indices

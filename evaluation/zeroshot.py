@@ -71,24 +71,6 @@ def read_prompts(classes: str | Path, templates: str | Path | None = None) -> Pr
     return Prompts(labels, tuple(line[-1].strip() for line in lines), template_lines)
 
 
-def class_features(
-    prompts: Prompts,
-    encode: Callable[[int], NDArray[np.floating]],
-    processes: ProcessGroup,
-) -> NDArray[np.float64]:
-    """Compute (classes, d) normalised means of each class's prompt features (CLIP, 3.1.4).
-
-    encode: maps the index of a class to unit features of its prompts. Ranks split the classes.
-    """
-
-    def class_feature(index: int) -> NDArray[np.float64]:
-        # Unit features are averaged, then normalised again, as in CLIP's prompt ensembles.
-        mean = np.asarray(encode(index), dtype=np.float64).mean(axis=0)
-        return mean / max(float(np.linalg.norm(mean)), 1e-12)
-
-    return np.stack(processes.map_blocks(len(prompts.labels), class_feature))
-
-
 def _lines(path: str | Path) -> list[str]:
     try:
         lines = [line.strip() for line in lines_of(Path(path))]
@@ -107,8 +89,6 @@ class ConcatImages:
     ) -> None:
         if not paths:
             raise EvaluationError("name a shard folder: --shards DIR")
-        if limit is not None and limit < 1:
-            raise EvaluationError(f"limit {limit}: at least one image is needed")
         self.folders = tuple(map(str, paths))
         self._sources = [open_labelled(path, labels, field) for path in self.folders]
         self._ends = list(accumulate(map(len, self._sources)))
@@ -174,8 +154,6 @@ def evaluate_zeroshot(
         match_by: "sum" re-ranks by similarity / temperature + match score, "match" by the match
             score alone: the mean log-odds of a class's prompts.
     """
-    if match < 0:
-        raise EvaluationError(f"match {match}: the number of classes cannot be negative")
     images = ConcatImages(shards, prompts.labels, label_field, options.limit)
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
@@ -188,6 +166,11 @@ def evaluate_zeroshot(
         tokens = (part.to(torch_device) for part in tokens_of_class(index))
         with torch.no_grad(), evaluation_autocast(torch_device, options.precision):
             return model.encode_text(*tokens)
+
+    def class_feature(index: int) -> NDArray[np.float64]:
+        # The unit features of a class's prompts are averaged, then normalised again (CLIP, 3.1.4).
+        mean = require_finite(encode(index).feature.double().cpu().numpy()).mean(axis=0)
+        return mean / max(float(np.linalg.norm(mean)), 1e-12)
 
     def score_block(examples: Sequence[tuple[LabelledImage, Tensor]]) -> list[dict[str, Any]]:
         pixels = torch.stack([inputs for _, inputs in examples]).to(torch_device)
@@ -211,11 +194,8 @@ def evaluate_zeroshot(
 
     with evaluating(model, options.device) as torch_device:
         prompt_features: BlockCache[int] = BlockCache(lambda index: Block(encode(index)), GIBIBYTE)
-        features_of_classes = class_features(
-            prompts,
-            lambda index: require_finite(encode(index).feature.double().cpu().numpy()),
-            ProcessGroup.current(),
-        )
+        processes = ProcessGroup.current()
+        features_of_classes = np.stack(processes.map_blocks(len(prompts.labels), class_feature))
         rows, skipped = evaluate_blocks(
             images, partial(_pixels, loaded.preprocess), score_block, options, torch_device
         )

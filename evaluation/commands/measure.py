@@ -279,7 +279,7 @@ def compare(
     from evaluation.suite.compare import compare as compare_results
 
     if first_rank():
-        result = compare_results(first, second, task, permutations=permutations)
+        result = compare_results(first, second, task, permutations)
         print(result.table().text())
         if out is not None:
             print(f"\nwritten to {result.save(out)}")

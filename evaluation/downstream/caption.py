@@ -110,7 +110,7 @@ def _scores(
     try:
         # A ValueError: all references are punctuation.
         with single_line_errors():
-            scores = caption_scores(captions, references, "ptb" if java else "plain", meteor=java)
+            scores = caption_scores(captions, references, java)
     except CaptionToolError as error:
         raise EvaluationError(f"{error}; {_WITHOUT_JAVA}") from error
     corpus = {name: scores.corpus[name] for name in _CORPUS_FIGURES if name in scores.corpus}

@@ -73,23 +73,20 @@ def write_snli_ve(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_refcoco(path: Path, rows: Iterable[Row]) -> None:
-    """Write boxes of referring expressions, a JSON list of {"ref_id" or "sent_id": number, "box"}.
+    """Write boxes of referring expressions, a JSON list of {"sent_id": number, "box"}.
 
-    Rows are {"sent_id" or "ref_id", "box": [x, y, width, height] in pixels}, all with the same id.
+    Boxes are [x, y, width, height] in pixels.
     """
-    rows = list(rows)
-    # `sent_id` names an expression, `ref_id` an object: for files with one expression each (ALBEF).
-    id_field = "sent_id" if rows and "sent_id" in rows[0] else "ref_id"
     boxes = []
     for row in rows:
-        identifier = _number(row, id_field, path)
-        boxes.append((identifier, _box(row, f"{id_field} {identifier}", path)))
-    _require_unique([identifier for identifier, _ in boxes], id_field, path)
-    _write_list(path, [{id_field: identifier, "box": box} for identifier, box in boxes])
+        identifier = _number(row, "sent_id", path)
+        boxes.append((identifier, _box(row, f"sent_id {identifier}", path)))
+    _require_unique([identifier for identifier, _ in boxes], "sent_id", path)
+    _write_list(path, [{"sent_id": identifier, "box": box} for identifier, box in boxes])
 
 
 def _write_texts(path: Path, rows: Iterable[Row], id_field: str, text_field: str) -> None:
-    texts = [(_number(row, id_field, path), _text(row, text_field, path)) for row in rows]
+    texts = [(_number(row, id_field, path), _value(row, text_field, path)) for row in rows]
     _require_unique([identifier for identifier, _ in texts], id_field, path)
     _write_list(path, [{id_field: identifier, text_field: text} for identifier, text in texts])
 
@@ -116,13 +113,6 @@ def _number(row: Row, name: str, path: Path) -> int:
             "numbers, so use shards that were made from these files"
         )
     return int(value)
-
-
-def _text(row: Row, name: str, path: Path) -> str:
-    value = _value(row, name, path)
-    if not isinstance(value, str):
-        raise EvaluationError(f"{path}: {name} {value!r} is not text")
-    return value
 
 
 def _box(row: Row, owner: str, path: Path) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from PIL import Image
 
@@ -20,35 +19,29 @@ COUNT = 3
 SIDE = 640
 
 
-class Example(NamedTuple):
-    """An image with a caption, a phrase for one object, and a question."""
+def examples(gallery: Gallery | None) -> list[tuple[Image.Image, str, str, str]]:
+    """Return images, each with a caption, a phrase for one object, and a question.
 
-    image: Image.Image
-    caption: str
-    phrase: str
-    question: str
-
-
-def examples(gallery: Gallery | None, count: int = COUNT) -> list[Example]:
-    """Return examples of a gallery, evenly spaced, or of generated scenes if it is None."""
+    They are of a gallery, evenly spaced, or generated scenes if it is None.
+    """
     return [
-        Example(image, caption, _phrase(annotation, caption), _question(annotation))
+        (image, caption, _phrase(annotation, caption), _question(annotation))
         for image, caption, annotation in (
-            _scenes(count) if gallery is None else _gallery_samples(gallery, count)
+            _scenes() if gallery is None else _gallery_samples(gallery)
         )
     ]
 
 
-def _gallery_samples(gallery: Gallery, count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
-    for index in range(0, len(gallery), -(-len(gallery) // count)):
+def _gallery_samples(gallery: Gallery) -> Iterator[tuple[Image.Image, str, Annotation]]:
+    for index in range(0, len(gallery), -(-len(gallery) // COUNT)):
         sample = gallery.image(index)
         image = sample.image.copy()
         image.thumbnail((SIDE, SIDE))
         yield image, sample.captions[0], sample.annotation
 
 
-def _scenes(count: int) -> Iterator[tuple[Image.Image, str, Annotation]]:
-    for scene in distinct_scenes(0, count):
+def _scenes() -> Iterator[tuple[Image.Image, str, Annotation]]:
+    for scene in distinct_scenes(0, COUNT):
         annotation = annotate(scene)
         yield render(scene), texts_of(annotation)[0], annotation
 

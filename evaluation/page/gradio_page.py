@@ -86,11 +86,7 @@ class PageBuilder:
             "one the image above."
         )
         results = self._image_gallery("results", 4, preview=False)
-
-        def search(text: str) -> list[tuple[Image.Image, str]]:
-            return [(hit.image, hit.text) for hit in session.search(text)]
-
-        self._add_action(button, "search", search, [query], [results], [self._captions])
+        self._add_action(button, "search", session.search, [query], [results], [self._captions])
 
         def select_image(results: list[tuple[Image.Image, str]], event: Any) -> Image.Image:
             return results[event.index][0]
@@ -140,12 +136,8 @@ class PageBuilder:
         button = self._submit_button("Show")
         self._gradio.Markdown("For each word the share of channel groups that anchor a patch.")
         words = self._image_gallery("words", 6, preview=True)
-
-        def anchors(image: str | None, text: str) -> list[tuple[Image.Image, str]]:
-            return [(word.image, word.text) for word in self._session.anchors(image, text)]
-
-        samples = [self._images, self._captions]
-        self._add_action(button, "anchors", anchors, [image, caption], [words], samples)
+        samples, act = [self._images, self._captions], self._session.anchors
+        self._add_action(button, "anchors", act, [image, caption], [words], samples)
 
     def _add_action(
         self,

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,13 +52,6 @@ VARIANTS = {
     "sine-4d": "of the edges of a box; ",
     "uniform": "constant paths, the control of `anchor`; ",
 }
-
-
-class PositionMap(NamedTuple):
-    """A map (rows, columns), and the kind of its values: cosine, logit or bias."""
-
-    kind: str
-    values: NDArray[np.float64]
 
 
 def position_card(name: str, grid: tuple[int, int], options: Mapping[str, Any]) -> str:
@@ -107,8 +100,10 @@ def draw_map(name: str, grid: tuple[int, int], options: Mapping[str, Any], file:
 @torch.no_grad()
 def position_map(
     name: str, grid: tuple[int, int], query: tuple[int, int], **options: Any
-) -> PositionMap:
-    """Compute the map of one encoding: a query patch with all patches.
+) -> tuple[str, NDArray[np.float64]]:
+    """Compute the map of one encoding, a query patch with all patches.
+
+    Returns the kind of values (cosine, logit or bias), and the map (rows, columns).
 
     Token encodings: cosine of their vectors (Fig. 2 of Li et al. 2021). Rotations: mean logit of
     equal random contents. Biases: the bias; for CoPE and SaPE, which depend on contents, with one
@@ -135,7 +130,7 @@ def position_map(
             if parameter.abs().max() < MAX_INITIAL and not is_constant:
                 nn.init.normal_(parameter)
         values, kind = _bias(encoding, grid, query_patch, name in CONTENT_BIASES), "bias"
-    return PositionMap(kind, values.view(grid).numpy())
+    return kind, values.view(grid).numpy()
 
 
 def _contents(count: int, tokens: int) -> Tensor:

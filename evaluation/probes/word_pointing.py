@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,28 +207,17 @@ class KindFigures(NamedTuple):
     controls: dict[str, Figure] | None = None
 
 
-class PathFigures(NamedTuple):
-    """Statistics of ACE-RPE over all words and patches, means over channel groups."""
-
-    # Share of pairs (patch, word) with S >= threshold.
-    anchors: float
-    # Share of pairs with a path.
-    reachable: float
-    # Standard deviation of a word's path over reachable patches, in patches and tokens; near 0 the
-    # path carries no position.
-    spread: float
-
-
 @dataclass(frozen=True)
 class PointingResult(Result):
     """Pointing accuracy by kind of word.
 
     Kinds are `colour`, `shape`, `object`, and `objects` (words for any of several objects); with
-    controls also `small object`, the `object` words with small boxes. paths: None without ACE-RPE.
+    controls also `small object`, the `object` words with small boxes. paths: `AnchorStatistics` by
+    name, means over channel groups; empty without ACE-RPE.
     """
 
     kinds: dict[str, KindFigures] = field(default_factory=dict)
-    paths: PathFigures | None = None
+    paths: dict[str, float] = field(default_factory=dict)
 
     def table(self) -> Table:
         """Return a row per kind of word, or with controls two columns, in percent."""
@@ -263,14 +251,13 @@ class PointingResult(Result):
     def table_notes(self, over: str = "images", skipped: str = "samples") -> list[str]:
         """Return the notes under the table, with statistics of the paths."""
         first, *rest = super().table_notes(over, skipped)
-        if self.paths is None:
+        if not self.paths:
             return [first, *rest]
         paths = (
-            f"Of all patches and words {self.paths.anchors:.1%} are anchors, "
-            f"{self.paths.reachable:.1%} have a path; a word's paths have a standard deviation "
-            f"of {self.paths.spread:.2f}."
+            "Of all patches and words {anchors:.1%} are anchors, {reachable:.1%} have a path; a "
+            "word's paths have a standard deviation of {spread:.2f}."
         )
-        return [first, paths, *rest]
+        return [first, paths.format(**self.paths), *rest]
 
     def _pointer_table(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows: columns of each kind are accuracy, and gain over the best control.
@@ -302,7 +289,7 @@ class PointingResult(Result):
             if controls is not None:
                 plain["controls"] = {name: figure._asdict() for name, figure in controls.items()}
             kinds[kind] = plain
-        return {"kinds": kinds, "paths": None if self.paths is None else self.paths._asdict()}
+        return {"kinds": kinds, "paths": self.paths or None}
 
 
 # Share of the image below which an object's box is small; few small objects lie in the centre.
@@ -485,11 +472,10 @@ def _score_samples(
     return words, sums
 
 
-def _paths(sums: torch.Tensor) -> PathFigures | None:
-    """Return path figures of `anchor_sums`; None if they are 0."""
-    if not sums.any():
-        return None
-    return PathFigures(*(groups.mean().item() for groups in statistics_of_sums(sums)))
+def _paths(sums: torch.Tensor) -> dict[str, float]:
+    """Return path figures of `anchor_sums`; none if they are 0."""
+    groups_by_name = statistics_of_sums(sums)._asdict() if sums.any() else {}
+    return {name: groups.mean().item() for name, groups in groups_by_name.items()}
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
@@ -505,7 +491,7 @@ def score_words(
     cosine: NDArray[np.float32],
     anchors: NDArray[np.integer],
     grid: tuple[int, int],
-    maps: Mapping[str, NDArray[Any]] = MappingProxyType({}),
+    maps: Mapping[str, NDArray[Any]],
 ) -> list[WordPointing]:
     """Score all words of one image that have boxes.
 

@@ -66,9 +66,6 @@ def search(
         return _search_chunk(query[rows], candidate, chunk_positives, top, candidate_chunk)
 
     chunks = processes.map_blocks(len(starts), search_chunk)
-    if not chunks:
-        empty = np.zeros((0, top), dtype=np.int64)
-        return Search(empty.sum(axis=1), empty, empty.astype(np.float32))
     return Search(*map(np.concatenate, zip(*chunks)))
 
 
@@ -144,7 +141,7 @@ def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePair
         ]
     )
     unique = np.unique(codes)
-    return CandidatePairs(unique // max(len(text), 1), unique % max(len(text), 1))
+    return CandidatePairs(unique // len(text), unique % len(text))
 
 
 def match_pairs(
@@ -174,8 +171,7 @@ def match_pairs(
     batches: list[NDArray[np.int64]] = []
     for group_indices in np.split(by_group, ends):
         # Batches of about equal size: a last batch of a few pairs would waste a call.
-        num_batches = -(-len(group_indices) // match_batch)
-        batches += np.array_split(group_indices, num_batches) if num_batches else []
+        batches += np.array_split(group_indices, -(-len(group_indices) // match_batch))
 
     def score_batch(number: int) -> NDArray[np.float32]:
         indices = batches[number]

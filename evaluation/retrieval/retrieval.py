@@ -36,7 +36,7 @@ from evaluation.retrieval.rerank import (
     reranked_ranks,
     search,
 )
-from evaluation.samples import EvaluationError, Samples, format_kinds
+from evaluation.samples import Samples, format_kinds
 from evaluation.work_sharding import ProcessGroup, evaluating
 from vlp.data.features.store import SourceFeatures, StoredFeatures, stored_sources
 from vlp.data.image.transforms import Preprocessing
@@ -290,12 +290,6 @@ def evaluate_retrieval(
     `facts["list_loss"]` of the result is the mean `listwise_losses` by "SCORE/DIRECTION", with
     `dual` for the similarity, `match` for the match score and `rerank` for the sum.
     """
-    if rerank < 0:
-        raise EvaluationError(f"rerank {rerank}: the number of candidates cannot be negative")
-    if bank_temperature <= 0:
-        raise EvaluationError(f"bank_temperature {bank_temperature}: it must be above 0")
-    if temperature is not None and temperature <= 0:
-        raise EvaluationError(f"temperature {temperature}: it must be above 0")
     processes = ProcessGroup.current()
     if rerank_by == "match":
         temperature = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +17,6 @@ from vlp.tasks.grids.task import Grids
 
 # Tokens of one batch.
 TOKENS = 2**14
-
-
-class _Question(NamedTuple):
-    """Name of a task, whether the test pair is a variant, and the pair as tensors."""
-
-    name: str
-    is_variant: bool
-    sample: GridSample
 
 
 def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
@@ -45,17 +36,15 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
     }
     with evaluating(task, options.device) as torch_device, torch.no_grad():
         for start in range(0, len(selection), batch_size):
-            batch_questions = selection[start : start + batch_size]
-            samples = [question.sample for question in batch_questions]
-            batch = collate_grids(config.size, samples).to(torch_device)
+            keys, samples = zip(*selection[start : start + batch_size])
+            batch = collate_grids(config.size, list(samples)).to(torch_device)
             # Greedy decoding returns the right grid if each right token is the likeliest after the
             # right tokens before it, so one teacher-forced pass is enough.
             with evaluation_autocast(torch_device, options.precision or "float32"):
                 logits = task.model(batch, batch.outputs)
             hits = (require_finite(logits).argmax(-1) == batch.outputs).all(-1).tolist()
-            for question, hit in zip(batch_questions, hits, strict=True):
-                kind = "exact" if question.is_variant else "original"
-                hits_by_kind[kind][question.name].append(hit)
+            for (kind, name), hit in zip(keys, hits, strict=True):
+                hits_by_kind[kind][name].append(hit)
     figures = {}
     for kind, tasks in hits_by_kind.items():
         shares = {name: 100 * sum(task_hits) / len(task_hits) for name, task_hits in tasks.items()}
@@ -65,8 +54,8 @@ def evaluate(task: Grids, options: EvalOptions) -> dict[str, float]:
     return figures
 
 
-def _questions(config: GridDataConfig) -> list[_Question]:
-    """Return the questions; they depend on the configuration alone."""
+def _questions(config: GridDataConfig) -> list[tuple[tuple[str, str], GridSample]]:
+    """Return (kind, task) and test pair of each question; they depend on `config` alone."""
     tasks = open_grids(config)
     questions = []
     for number, grid_task in enumerate(config.tasks):
@@ -78,5 +67,6 @@ def _questions(config: GridDataConfig) -> list[_Question]:
             for variant in (GridVariant(), *variants):
                 transformed = GridPair(variant(pair.input), variant(pair.output))
                 sample = grid_sample(transformed, number, config.size)
-                questions.append(_Question(grid_task.name, variant != GridVariant(), sample))
+                kind = "original" if variant == GridVariant() else "exact"
+                questions.append(((kind, grid_task.name), sample))
     return questions

@@ -13,7 +13,7 @@ from evaluation.samples import BlockReader, evenly_spaced, single_line_errors
 from evaluation.work_sharding import evaluating, evaluation_autocast
 from vlp.config import Precision
 from vlp.data.shards.sample_files import BadSample
-from vlp.tasks.caption.metrics import TokenizerName, caption_scores, require_caption_tools
+from vlp.tasks.caption.metrics import caption_scores, require_caption_tools
 from vlp.tasks.widgets.data import Collate, Screens, encode_screen, open_screens
 from vlp.tasks.widgets.screens import Screen
 from vlp.tasks.widgets.task import Widgets
@@ -44,9 +44,8 @@ def evaluate(task: Widgets, options: EvalOptions) -> dict[str, float]:
             for screen in block_screens:
                 references += screen.captions.values()
                 boxes += [_round_box(screen.widgets[number].box) for number in screen.captions]
-    tokenizer: TokenizerName = "ptb" if config.java else "plain"
     with single_line_errors():
-        scores = caption_scores(candidates, references, tokenizer, meteor=config.java)
+        scores = caption_scores(candidates, references, config.java)
     figures = {name: 100 * value for name, value in scores.corpus.items()}
     exact = [
         candidate in {" ".join(text.lower().split()) for text in texts}

@@ -81,18 +81,19 @@ def test_one_and_two_ranks_write_the_same_files(model_folder, scene_shards, tmp_
 def test_parts_of_ranks_are_joined_in_their_order(tmp_path, monkeypatch):
     only_first = lambda self, count, work: [work(0)] if self.first else [None]  # noqa: E731
     monkeypatch.setattr(ProcessGroup, "map_blocks", only_first)
-    arguments = (tmp_path / "out", ("a", "b"), 2, "float32")
+    arguments = (tmp_path / "out", 2, "float32")
     ranks = [FeatureFiles(*arguments, ProcessGroup(rank, 3)) for rank in range(3)]
     for number, one in enumerate(ranks[:2]):
         for step in range(2):
             value = 10 * number + step
-            first = one.add("a", np.full((2, 2), value), [{"n": value}, {"n": value}])
+            first = one.add("images", np.full((2, 2), value), [{"n": value}, {"n": value}])
             assert first == 2 * step
-            one.add("b", np.full((1, 2), value), [{"a": first + 1}])
-    written = [one._rows for one in ranks]
-    ranks[0]._merge(written, {"b": "a"})
-    assert np.load(tmp_path / "out" / "a.npy")[:, 0].tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
-    assert [row["a"] for row in read_lines(tmp_path / "out" / "b.jsonl")] == [1, 3, 5, 7]
+            one.add("captions", np.full((1, 2), value), [{"images": first + 1}])
+    ranks[0]._merge([one._rows for one in ranks])
+    images = np.load(tmp_path / "out" / "images.npy")[:, 0]
+    assert images.tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
+    captions = read_lines(tmp_path / "out" / "captions.jsonl")
+    assert [row["images"] for row in captions] == [1, 3, 5, 7]
     assert not (tmp_path / "out.tmp").exists()
 
 

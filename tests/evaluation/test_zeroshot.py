@@ -133,8 +133,6 @@ def test_images_of_unknown_classes_are_counted(loaded, shards, tmp_path):
     assert result.skipped == {"no class": 1, "unknown class": 1}
     with pytest.raises(EvaluationError, match=r"no usable item; the first: no class"):
         evaluate_zeroshot(loaded, [shards], PROMPTS, label_field="nothing")
-    with pytest.raises(EvaluationError, match="cannot be negative"):
-        evaluate_zeroshot(loaded, [shards], PROMPTS, match=-1)
 
 
 def test_classes_that_are_equal_once_they_are_cut_are_counted(loaded, shards, monkeypatch):

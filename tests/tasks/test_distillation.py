@@ -100,7 +100,7 @@ def test_alpha_rises_over_the_configured_steps_or_the_first_epoch(tmp_path):
         task.config = task.config.model_copy(update={"teacher": teacher})
         task.start_teacher(epoch_steps=8)
         found = [task.soft_target(step, "cpu", lambda t: t.logits(batch)) for step in (0, 2, 4)]
-        assert [one.alpha for one in found] == pytest.approx(expected)
+        assert [alpha for _, alpha in found] == pytest.approx(expected)
 
 
 def test_without_a_teacher_and_in_evaluation_the_loss_is_the_plain_one(tmp_path):

@@ -76,7 +76,7 @@ def test_encodings_declare_their_tables_and_vectors(name, options):
 def test_frozen_parameters_and_empty_groups_are_left_out():
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
-    (group,) = parameter_groups(layer, 0.1)
+    (group,) = parameter_groups(layer, 0.1, {})
     assert group["params"] == [layer.weight]
     assert group["weight_decay"] == 0.1
 

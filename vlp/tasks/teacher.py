@@ -100,7 +100,6 @@ class Teacher(Generic[Student]):
             applied: 0-d bool on the weights' device; False leaves the weights unchanged.
         """
         teacher = {**dict(self.module.named_parameters()), **self._masters}
-        _require_same_shapes(teacher, parameters)
         weights = list(teacher.values())
         student = [parameters[name].detach().to(weight) for name, weight in teacher.items()]
         if applied is None:
@@ -126,21 +125,6 @@ class Teacher(Generic[Student]):
         self.module.load_state_dict(state)
         for name, master in self._masters.items():
             master.copy_(state[name])
-
-
-def _require_same_shapes(teacher: Mapping[str, Tensor], student: Mapping[str, Tensor]) -> None:
-    missing = [name for name in teacher if name not in student]
-    if missing:
-        raise KeyError(
-            f"the student has no {', '.join(missing[:3])} ({len(missing)} of {len(teacher)} "
-            "teacher weights are missing)"
-        )
-    for name, weight in teacher.items():
-        if weight.shape != student[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(student[name].shape)} in the student and "
-                f"{tuple(weight.shape)} in the teacher: pass full-size (gathered) weights"
-            )
 
 
 def soft_target_share(step: int, alpha: float, warmup_steps: int) -> float:
@@ -284,13 +268,6 @@ class DistilledConfig(DownstreamConfig):
     )
 
 
-class SoftTarget(NamedTuple):
-    """Teacher's probabilities (..., classes), and their weight in the target."""
-
-    soft: Tensor
-    alpha: float
-
-
 class Distilled(Downstream):
     """Base of tasks with an optional momentum teacher, which is extra state."""
 
@@ -311,8 +288,10 @@ class Distilled(Downstream):
 
     def soft_target(
         self, step: int, device: torch.device, logits: Callable[[Self], Tensor]
-    ) -> SoftTarget | None:
-        """Return the teacher's probabilities; None in evaluation and without a teacher.
+    ) -> tuple[Tensor, float] | None:
+        """Return the teacher's probabilities (..., classes), and their weight in the target.
+
+        None in evaluation and without a teacher.
 
         Args:
             step: optimiser steps from 0.
@@ -324,7 +303,7 @@ class Distilled(Downstream):
         with torch.no_grad():
             (teacher_logits,) = full_precision(logits(self.teacher.to(device).module))
         share = soft_target_share(step, settings.alpha, self._warmup_steps)
-        return SoftTarget(teacher_logits.softmax(-1), share)
+        return teacher_logits.softmax(-1), share
 
     def after_step(
         self, parameters: Callable[[], dict[str, Tensor]], applied: Tensor | None = None

@@ -89,14 +89,13 @@ def lr_multiplier(name: str, lr_multipliers: Mapping[str, float]) -> float:
 
 
 def parameter_groups(
-    module: nn.Module, weight_decay: float, lr_multipliers: Mapping[str, float] | None = None
+    module: nn.Module, weight_decay: float, lr_multipliers: Mapping[str, float]
 ) -> list[dict[str, Any]]:
     """Group trainable parameters by weight decay and learning-rate factor.
 
     Groups have `params`, `weight_decay` and `lr_scale`, the factor that `set_learning_rate` reads.
     """
     trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    lr_multipliers = lr_multipliers or {}
     for prefix in lr_multipliers:
         if not any(_starts_with(name, prefix) for name, _ in trainable):
             prefixes = sorted({".".join(name.split(".")[:2]) for name, _ in trainable})

@@ -54,7 +54,7 @@ def two_objects():
 
 def ask(cosine, anchors=None, pieces=PIECES):
     anchors = np.zeros_like(cosine, dtype=int) if anchors is None else anchors
-    return score_words(0, two_objects().annotation, SIZE, pieces, cosine, anchors, (4, 4))
+    return score_words(0, two_objects().annotation, SIZE, pieces, cosine, anchors, (4, 4), {})
 
 
 def test_each_word_is_asked_at_its_own_tokens():
@@ -141,11 +141,11 @@ def test_path_figures_equal_a_loop_over_captions(model_folder, scene_shards):
                         if there.sum() >= 2:
                             spreads[group].append(one[there].double().std(correction=0))
     result = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(batch=8)).paths
-    assert result.anchors == pytest.approx(torch.cat(passing, 2).double().mean().item())
-    assert result.reachable == pytest.approx(torch.cat(reached, 2).double().mean().item())
-    assert 0 < result.anchors < result.reachable < 1
+    assert result["anchors"] == pytest.approx(torch.cat(passing, 2).double().mean().item())
+    assert result["reachable"] == pytest.approx(torch.cat(reached, 2).double().mean().item())
+    assert 0 < result["anchors"] < result["reachable"] < 1
     mean = torch.stack([torch.stack(of_group).mean() for of_group in spreads]).mean()
-    assert result.spread == pytest.approx(mean.item())
+    assert result["spread"] == pytest.approx(mean.item())
 
 
 def test_without_ace_rpe_or_anchors_there_are_no_such_figures(model_folder, scene_shards, tmp_path):
@@ -155,7 +155,7 @@ def test_without_ace_rpe_or_anchors_there_are_no_such_figures(model_folder, scen
     cross = loaded.model.config.cross.model_copy(update={"position": ()})
     loaded.model.config = loaded.model.config.model_copy(update={"cross": cross})
     without = evaluate_pointing(loaded, [scene_shards], options=EvalOptions(limit=4))
-    assert without.paths is None
+    assert without.paths == {}
     assert without.kinds == with_paths.kinds
     assert "have a path" not in without.table().text()
     loaded.model.anchor_threshold.fill_(2.0)
@@ -178,7 +178,7 @@ def test_a_word_of_several_boxes_hits_any_of_them():
     several = Annotation(captions=sample.captions, words=words)
     cosine = np.zeros((1, 16, 7), np.float32)
     cosine[0, 15, 1:3] = 1
-    (word,) = score_words(0, several, SIZE, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4))
+    (word,) = score_words(0, several, SIZE, PIECES, cosine, np.zeros((1, 16, 7), int), (4, 4), {})
     assert (KINDS[word.kind], word.hit, word.share) == ("objects", True, 5 / 16)
     assert word.some_object == 1  # both objects are meant
 

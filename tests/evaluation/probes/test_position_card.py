@@ -12,14 +12,14 @@ GRID, QUERY = (9, 11), (4, 5)
 
 @pytest.mark.parametrize("name", ["rope-axial", "sine-2d", "alibi-2d"])
 def test_nearer_is_more_alike_along_a_row(name):
-    values = position_map(name, GRID, QUERY).values
+    _, values = position_map(name, GRID, QUERY)
     row, column = QUERY
     assert values.max() == values[QUERY]
     assert values[row, column] > values[row, column + 1] > values[row, column + 2]
 
 
 def test_sape_sees_where_a_region_ends():
-    values = position_map("sape", (14, 14), (4, 5)).values
+    _, values = position_map("sape", (14, 14), (4, 5))
     inside = disc((14, 14)).numpy()
     assert values[4, 5] == 0
     assert (values <= 0).all()
@@ -44,8 +44,8 @@ def test_a_start_other_than_zero_is_drawn_as_it_is(tmp_path, capsys, monkeypatch
     assert "start (float) = 1.5" in capsys.readouterr().out
     with Image.open(tmp_path / "map.png") as image:
         assert image.width > 300
-    values = position_map("same-column", GRID, QUERY, start=1.5).values
+    _, values = position_map("same-column", GRID, QUERY, start=1.5)
     assert (values[:, QUERY[1]] == 1.5).all()
     assert np.delete(values, QUERY[1], 1).max() == 0.0
-    drawn = position_map("same-column", GRID, QUERY).values
+    _, drawn = position_map("same-column", GRID, QUERY)
     assert drawn.any(), "a table of zeros is drawn from N(0, 1)"

@@ -256,10 +256,3 @@ def test_matching_keeps_to_groups_and_returns_the_order_of_the_pairs():
         assert (np.diff(length[text]) > 0).all()
     image, text = pairs.image[::-1][:6].reshape(2, 3), pairs.text[::-1][:6].reshape(2, 3)
     np.testing.assert_array_equal(look_up(pairs, values, 20, image, text), 100 * image + text)
-
-
-def test_nothing_to_match_calls_nobody():
-    none = np.zeros(0, dtype=np.int64)
-    assert len(match_pairs(CandidatePairs(none, none), None, none, none, 4)) == 0
-    found = search(torch.zeros(0, 4), torch.ones(3, 4), np.zeros((0, 1), dtype=np.int64), 2)
-    assert (found.ranks.shape, found.nearest.shape) == ((0,), (0, 2))

@@ -147,11 +147,6 @@ def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
         writer.write("blank", png((1, 0, 0)), "png", Annotation())
     with pytest.raises(EvaluationError, match="no usable sample in 1 \\(1 no text\\)"):
         evaluate_retrieval(make_stub([1]), [folder])
-    with pytest.raises(EvaluationError, match="cannot be negative"):
-        evaluate_retrieval(make_stub([1]), [folder], rerank=-1)
-    for name in ("bank_temperature", "temperature"):
-        with pytest.raises(EvaluationError, match=f"^{name} 0: it must be above 0"):
-            evaluate_retrieval(make_stub([1]), [folder], rerank=2, **{name: 0})
 
 
 def test_block_cache_drops_the_least_recently_used():

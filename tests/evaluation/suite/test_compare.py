@@ -28,9 +28,9 @@ def slow_sign_flip(differences):
 
 def test_the_sign_flip_test_tries_all_signs_of_few_images():
     differences = np.array([1.0, 2.0, -0.5, 0.0, 1.5, 1.0])
-    assert sign_flip_p(differences) == pytest.approx(slow_sign_flip(differences))
-    assert sign_flip_p(np.zeros(5)) == 1
-    assert sign_flip_p(np.ones(10)) == pytest.approx(2 / 1024)
+    assert sign_flip_p(differences, 1) == pytest.approx(slow_sign_flip(differences))
+    assert sign_flip_p(np.zeros(5), 1) == 1
+    assert sign_flip_p(np.ones(10), 1) == pytest.approx(2 / 1024)
 
 
 def test_drawn_signs_come_close_to_all_signs():
@@ -180,7 +180,7 @@ def test_foils_are_known_by_what_was_exchanged(tmp_path):
 
     write_lines(tmp_path / "a.jsonl", foils("a blue dog", "a green dog"))
     write_lines(tmp_path / "b.jsonl", foils("a green dog", "a blue dog"))
-    result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl", resamples=2, permutations=2)
+    result = compare(tmp_path / "a.jsonl", tmp_path / "b.jsonl", permutations=2)
     assert result.differences["dual, all"].items == 2
     write_lines(tmp_path / "b.jsonl", foils("a blue dog", "a pink dog"))
     with pytest.raises(EvaluationError, match="lacks 0 colour a red dog a pink dog"):

@@ -75,13 +75,14 @@ def test_questions_are_the_test_pairs_and_their_held_out_variants(archive, monke
     asked = evaluation_grids._questions(evaluated.config.data)
     tasks = open_grids(evaluated.config.data)
     # 74dd1130 has one test pair, 25ff71a9 two.
-    assert [one.name for one in asked] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
-    assert sum(not one.is_variant for one in asked) == 3
-    assert np.array_equal(to_grid(asked[0].sample.inputs), tasks[NAMES[0]].test[0].input)
-    assert np.array_equal(to_grid(asked[12].sample.outputs), tasks[NAMES[1]].test[1].output)
+    keys, samples = zip(*asked)
+    assert [name for _, name in keys] == ["74dd1130"] * 6 + ["25ff71a9"] * 12
+    assert [kind for kind, _ in keys].count("original") == 3
+    assert np.array_equal(to_grid(samples[0].inputs), tasks[NAMES[0]].test[0].input)
+    assert np.array_equal(to_grid(samples[12].outputs), tasks[NAMES[1]].test[1].output)
     variants = held_out_variants(RULES[NAMES[0]].symmetry, 5, np.random.default_rng(0))
-    for variant, one in zip(variants, asked[1:6], strict=True):
-        for tokens, grid in zip(one.sample[:2], tasks[NAMES[0]].test[0], strict=True):
+    for variant, sample in zip(variants, samples[1:6], strict=True):
+        for tokens, grid in zip(sample[:2], tasks[NAMES[0]].test[0], strict=True):
             assert np.array_equal(to_grid(tokens), variant(grid))
     figures = evaluate(evaluated, EvalOptions())
     monkeypatch.setattr(evaluation_grids, "TOKENS", 1)

@@ -78,5 +78,5 @@ def test_a_model_is_evaluated_by_what_it_generates(task):
         for one in widgets._generate_captions(task, [screen], torch.device("cpu"), None)
     ]
     wanted = [both for screen in read for both in screen.captions.values()]
-    scores = caption_scores(said, wanted, "plain", meteor=False)
+    scores = caption_scores(said, wanted, java=False)
     assert figures["rouge_l"] == pytest.approx(100 * scores.corpus["rouge_l"])

@@ -115,15 +115,14 @@ def test_tables_are_carried_over_to_other_grids(file):
         Tail(training(file, "none").task, 2, 2)
 
 
-def test_an_ablation_trains_the_last_blocks(file):
+def test_an_ablation_trains_the_last_blocks(file, capsys):
     config = load_config(file, AblationConfig, [])
-    said = []
-    found = run_ablation(config, file, print_line=said.append)
-    assert said[0] == "8 runs, 0 of them done"
+    found = run_ablation(config, file)
+    assert capsys.readouterr().out.startswith("8 runs, 0 of them done\n")
     assert len(found) == 8
     assert "top1@24" not in found["spread", 0]
     assert "none" in report(config, to_frame(found))
-    assert run_ablation(config, file, print_line=said.append) == found
-    assert said[-1] == "8 runs, 8 of them done"
+    assert run_ablation(config, file) == found
+    assert capsys.readouterr().out == "8 runs, 8 of them done\n"
     with pytest.raises(ValueError, match="measured and frozen are"):
         load_config(file, AblationConfig, ["measured={shards: [x]}"])

@@ -45,7 +45,7 @@ def test_low_rank_weights_alone_are_trained_and_a_folder_needs_none(sides, tmp_p
     plain = outputs(built)
     add_lora(built)
     assert all(torch.equal(*pair) for pair in zip(plain, outputs(built)))
-    for group in parameter_groups(built, 0.1):
+    for group in parameter_groups(built, 0.1, {}):
         for parameter in group["params"]:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
     trained = outputs(built)

@@ -127,7 +127,7 @@ def test_it_learns_to_caption(shards):
 
 
 def plain(candidates, references):
-    return caption_scores(candidates, references, tokenizer="plain", meteor=False)
+    return caption_scores(candidates, references, java=False)
 
 
 @pytest.mark.nightly

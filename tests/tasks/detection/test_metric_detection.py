@@ -121,10 +121,6 @@ def test_no_detection_is_nothing_found():
 
 def test_what_cannot_be_judged_is_refused():
     box = [[0, 0, 40, 40]]
-    with pytest.raises(ValueError, match="2 images, but detections in 1"):
-        coco_figures([truth(box)] * 2, [found(box)], CLASSES)
-    with pytest.raises(ValueError, match="labels 0 to 2, but 2 classes"):
-        coco_figures([truth(box)], [found(box, [2])], CLASSES)
     with pytest.raises(ValueError, match="not finite"):
         coco_figures([truth(box)], [found([[float("nan")] * 4])], CLASSES)
     for nothing in ([], [truth([])], [truth(box, crowds=[True])]):

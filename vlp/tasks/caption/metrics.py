@@ -10,12 +10,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-TokenizerName = Literal["ptb", "plain"]
 
 
 class CaptionToolError(RuntimeError):
@@ -23,7 +21,7 @@ class CaptionToolError(RuntimeError):
 
 
 class CaptionScores(NamedTuple):
-    """Scores by metric: bleu1 to bleu4, rouge_l, cider and, by option, meteor."""
+    """Scores by metric: bleu1 to bleu4, rouge_l, cider and, with Java, meteor."""
 
     corpus: dict[str, float]
     # (captions,) each, without BLEU, which is defined for a corpus.
@@ -46,27 +44,23 @@ def require_caption_tools(java: bool = True) -> None:
 
 
 def caption_scores(
-    candidates: Sequence[str],
-    references: Sequence[Sequence[str]],
-    tokenizer: TokenizerName = "ptb",
-    meteor: bool = True,
+    candidates: Sequence[str], references: Sequence[Sequence[str]], java: bool = True
 ) -> CaptionScores:
     """Compare captions with the references of people.
 
     Args:
         candidates: (captions,); an empty caption scores 0.
         references: one or more texts for each candidate.
-        tokenizer: "ptb" (COCO's, in Java) or "plain", which drops ASCII punctuation and splits at
-            blanks. Both lower the case.
-        meteor: whether to compute METEOR, which needs Java.
+        java: whether to tokenise by COCO's PTB tokeniser and to compute METEOR, which need Java.
+            Else drop ASCII punctuation and split at blanks. Both lower the case.
     """
     _require_pairs(candidates, references)
     if empty := [n for n, texts in enumerate(references) if not any(map(str.strip, texts))]:
         raise ValueError(f"caption {empty[0]} ({candidates[empty[0]]!r}) has no reference")
-    require_caption_tools(java=meteor or tokenizer == "ptb")
+    require_caption_tools(java)
     with _english_java():
-        predicted = _tokenise([[candidate] for candidate in candidates], tokenizer)
-        target = _tokenise(references, tokenizer)
+        predicted = _tokenise([[candidate] for candidate in candidates], java)
+        target = _tokenise(references, java)
     # Tokenisers empty a reference of punctuation alone; the scorers need at least one reference.
     target = {n: [text for text in texts if text] or [""] for n, texts in target.items()}
     if not any(map(any, target.values())):
@@ -78,7 +72,7 @@ def caption_scores(
     for name, scorer in scorers.items():
         score, scores = scorer.compute_score(target, predicted)
         corpus[name], per_caption[name] = float(score), np.asarray(scores, dtype=np.float64)
-    if meteor:
+    if java:
         score, scores = _meteor(target, predicted)
         corpus["meteor"], per_caption["meteor"] = float(score), np.asarray(scores, dtype=np.float64)
     return CaptionScores(corpus, per_caption)
@@ -121,16 +115,14 @@ def _english_java() -> Iterator[None]:
             os.environ[name] = previous
 
 
-def _tokenise(captions: Sequence[Sequence[str]], tokenizer: TokenizerName) -> dict[int, list[str]]:
+def _tokenise(captions: Sequence[Sequence[str]], java: bool) -> dict[int, list[str]]:
     lines = {n: [" ".join(text.split()) for text in texts] for n, texts in enumerate(captions)}
-    if tokenizer == "plain":
+    if not java:
         drop_punctuation = str.maketrans("", "", string.punctuation)
         return {
             n: [" ".join(text.lower().translate(drop_punctuation).split()) for text in texts]
             for n, texts in lines.items()
         }
-    if tokenizer != "ptb":
-        raise ValueError(f"unknown tokenizer {tokenizer!r}; choose ptb or plain")
     # The tokeniser drops trailing empty lines, so an empty caption becomes a full stop.
     rows = {n: [{"caption": text or "."} for text in texts] for n, texts in lines.items()}
     module = _module("tokenizer.ptbtokenizer")

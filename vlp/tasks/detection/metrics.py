@@ -52,12 +52,6 @@ def coco_figures(
         raise ImportError(
             "average precision needs the package pycocotools: pip install pycocotools"
         ) from error
-    if len(truth) != len(detections):
-        raise ValueError(f"{len(truth)} images, but detections in {len(detections)}")
-    label_arrays = [image.labels for image in truth] + [image.labels for image in detections]
-    labels = np.concatenate(label_arrays or [np.zeros(0, dtype=np.int64)])
-    if labels.size and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError(f"labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
     # pycocotools would match a box of NaN with every object.
     if not all(np.isfinite(part).all() for d in detections for part in (d.boxes, d.scores)):
         raise ValueError("the model gives boxes or scores that are not finite")

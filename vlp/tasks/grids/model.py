@@ -17,7 +17,7 @@ from vlp.layers.blocks import FeedForward
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
-from vlp.tasks.grids.data import GridBatch
+from vlp.tasks.grids.data import TOKENS, GridBatch
 
 
 class GridModelConfig(Config):
@@ -91,18 +91,17 @@ class GridTransformer(nn.Module):
 
     Args:
         size: rows and columns of the largest grid; the template has one more of each for borders.
-        tokens: number of different tokens.
         tasks: number of tasks.
     """
 
-    def __init__(self, config: GridModelConfig, size: int, tokens: int, tasks: int) -> None:
+    def __init__(self, config: GridModelConfig, size: int, tasks: int) -> None:
         super().__init__()
         width = config.width
         if width % config.heads:
             raise ConfigError(f"model.heads {config.heads} do not divide model.width {width}")
         side = size + 1
-        self.grid, self.start = (side, side), tokens
-        self.embedding = nn.Embedding(tokens + 1, width)
+        self.grid, self.start = (side, side), TOKENS
+        self.embedding = nn.Embedding(TOKENS + 1, width)
         self.tasks = nn.Embedding(tasks, width)
         self.encoder_places, self.decoder_places = (
             nn.ModuleList(
@@ -120,7 +119,7 @@ class GridTransformer(nn.Module):
             GridDecoderLayer(config, side) for _ in range(config.decoder_layers)
         )
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, tokens)
+        self.head = nn.Linear(width, TOKENS)
 
     def forward(self, batch: GridBatch, outputs: Tensor) -> Tensor:
         """Return logits (B, T, tokens) of cells given earlier cells of `outputs` (B, T) int64.
@@ -131,7 +130,7 @@ class GridTransformer(nn.Module):
 
     def encode(self, batch: GridBatch) -> Tensor:
         """Return states of the task and of the cells, (B, 1 + T, width)."""
-        cells = self.embedding(self._require_template(batch.inputs))
+        cells = self.embedding(batch.inputs)
         # A prefix token lets one model learn several tasks; ViTARC trains a model per task.
         x = torch.cat([self.tasks(batch.tasks)[:, None], cells], 1)
         context = PositionContext(grid=self.grid, prefix_tokens=1, boxes=batch.boxes)
@@ -144,7 +143,7 @@ class GridTransformer(nn.Module):
     def decode(self, outputs: Tensor, encoded: Tensor) -> Tensor:
         """Return the logits of `forward` from `encoded`, the result of `encode`."""
         # The input at a cell is the previous token, with the encoding of the cell to predict.
-        before = functional.pad(self._require_template(outputs)[:, :-1], (1, 0), value=self.start)
+        before = functional.pad(outputs[:, :-1], (1, 0), value=self.start)
         x, context = self.embedding(before), PositionContext(grid=self.grid)
         for encoding in self.decoder_places:
             x = call_method(encoding, PositionEncoding.tokens, x, context)
@@ -161,15 +160,6 @@ class GridTransformer(nn.Module):
         for cell in range(outputs.shape[1]):
             outputs[:, cell] = self.decode(outputs, encoded)[:, cell].argmax(-1)
         return outputs
-
-    def _require_template(self, tokens: Tensor) -> Tensor:
-        rows, columns = self.grid
-        if tokens.ndim != 2 or tokens.shape[1] != rows * columns:
-            raise ValueError(
-                f"templates of {rows} x {columns} cells must be (B, {rows * columns}), not "
-                f"{tuple(tokens.shape)}"
-            )
-        return tokens
 
 
 def _decoder_positions(config: GridModelConfig) -> tuple[PositionConfig, ...]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from vlp.config import Config
 from vlp.data.stream.loader import OrderedData
 from vlp.objectives.loss import Loss
-from vlp.tasks.grids.data import TOKENS, GridBatch, GridDataConfig, grid_data, open_grids
+from vlp.tasks.grids.data import GridBatch, GridDataConfig, grid_data, open_grids
 from vlp.tasks.grids.model import GridModelConfig, GridTransformer
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.vision_only import VisionTask
@@ -32,7 +32,7 @@ class Grids(VisionTask):
 
     def __init__(self, config: GridsConfig, precision: Precision = "float32") -> None:
         super().__init__(config, precision)
-        self.model = GridTransformer(config.model, config.data.size, TOKENS, len(config.data.tasks))
+        self.model = GridTransformer(config.model, config.data.size, len(config.data.tasks))
 
     def forward(self, batch: GridBatch, step: int) -> StepOutput:
         """Compute the loss in nats per cell, and the shares of right cells and templates."""

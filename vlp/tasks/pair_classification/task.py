@@ -144,8 +144,9 @@ class PairClassification(Distilled):
             logits, batch.labels, reduction="none", label_smoothing=self.config.label_smoothing
         )
         if target is not None:
-            soft = functional.cross_entropy(logits, target.soft, reduction="none")
-            nats = (1 - target.alpha) * nats + target.alpha * soft
+            probabilities, alpha = target
+            soft = functional.cross_entropy(logits, probabilities, reduction="none")
+            nats = (1 - alpha) * nats + alpha * soft
         losses = {"classes": Loss(torch.where(batch.valid, nats, 0).sum(), batch.valid.sum())}
         correct = (logits.argmax(-1) == batch.labels).float().mean()
         return self.step_output(losses, statistics={"accuracy": correct})

@@ -40,16 +40,15 @@ def anchor_statistics(
     path: Tensor,
     reachable: Tensor,
     word_mask: Tensor,
-    valid: Tensor | None = None,
+    valid: Tensor,
 ) -> AnchorStatistics:
     """Compute statistics of Eqs 3-7 for the matching pairs of all ranks, which must all call it.
 
     `similarity`, `path` and the mask `reachable` are (B, M, N, G), the masks `word_mask` (B, N) and
     `valid` (B,).
     """
-    if valid is not None:
-        word_mask = word_mask & valid[:, None]
-    sums = anchor_sums(similarity, threshold, path, reachable, word_mask)
+    words = word_mask & valid[:, None]
+    sums = anchor_sums(similarity, threshold, path, reachable, words)
     return statistics_of_sums(global_sum(sums))
 
 
@@ -131,36 +130,34 @@ def feature_spread(features: Tensor, valid: Tensor | None = None) -> Tensor:
 # Collapsed runs reached token cosines of 1.00, other runs at most 0.80; at a spread of 0.1 features
 # have 1 % of their variance.
 MAX_COSINE, MIN_SPREAD = 0.95, 0.1
+# First steps without a check, and bad checks in a row that give a warning.
+GRACE_STEPS, PATIENCE = 200, 3
 
 
 class CollapseMonitor:
     """Monitor that warns when token or global features have collapsed.
 
     A check is bad if a `...cosine...` is above `MAX_COSINE` or a `...spread...` below `MIN_SPREAD`;
-    `patience` bad checks in a row give one warning.
+    `PATIENCE` bad checks in a row give one warning.
     """
 
-    def __init__(self, grace_steps: int = 200, patience: int = 3) -> None:
-        self.grace_steps, self.patience = grace_steps, patience
+    def __init__(self) -> None:
         self._bad_checks: dict[str, int] = {}
 
-    def check(self, step: int, statistics: Mapping[str, float]) -> list[str]:
-        """Warn of statistics with `patience` bad checks in a row, once; return their names."""
+    def check(self, step: int, statistics: Mapping[str, float]) -> None:
+        """Warn of statistics with `PATIENCE` bad checks in a row, once."""
         # Features of untrained encoders look collapsed, too.
-        if step < self.grace_steps:
-            return []
-        names = []
+        if step < GRACE_STEPS:
+            return
         for name, value in statistics.items():
             limit = self._exceeded_limit(name, value)
             count = self._bad_checks[name] = self._bad_checks.get(name, 0) + 1 if limit else 0
-            if count == self.patience:
+            if count == PATIENCE:
                 logger.warning(
                     f"step {step}: {name} is {value:.3f} ({limit}) for {count} checks in a row: "
                     "the representation has collapsed; look at the contrastive loss, its "
                     "temperature and learning rate"
                 )
-                names.append(name)
-        return names
 
     def _exceeded_limit(self, name: str, value: float) -> str:
         if "cosine" in name and value > MAX_COSINE:

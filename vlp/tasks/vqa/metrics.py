@@ -87,12 +87,10 @@ def vqa_accuracy(
             predicted = normalise_answer(predicted)
         counts = [(answer.lower(), count) for answer, count in counts]
         predicted = predicted.lower()
-    elif version == "albef_copy":
+    else:
         predicted = normalise_answer(predicted)
         if differ:
             counts = [(_without_punctuation(answer), count) for answer, count in counts]
-    else:
-        raise ValueError(f"unknown version {version!r}; choose official or albef_copy")
     agree = sum(count for answer, count in counts if answer == predicted)
     if people == 1:
         return float(agree)

@@ -121,22 +121,16 @@ def cores_of_rank() -> int:
     return max(1, cores // local)
 
 
-def keep_freed_memory() -> bool:
-    """Let the process reuse freed memory for its next tensors; return whether glibc does so."""
+def keep_freed_memory() -> None:
+    """Let the process reuse freed memory for its next tensors, where the C library is glibc."""
     # By default glibc returns large blocks to the system, and every step maps and clears new pages.
     # With these options the process stays at its peak size.
-    try:
-        library = ctypes.CDLL(None)
-        # Other C libraries have other options.
-        if not hasattr(library, "gnu_get_libc_version"):
-            return False
-        set_option = library.mallopt
-    except (OSError, AttributeError):
-        return False
     # One arena for all threads: those of further threads, as autograd's, hold no large blocks.
     options = {_TRIM_THRESHOLD: _NEVER, _MMAP_THRESHOLD: _LARGEST, _ARENA_MAX: 1}
-    results = [bool(set_option(option, value)) for option, value in options.items()]
-    return all(results)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        for option, value in options.items():
+            library.mallopt(option, value)
 
 
 def free_port() -> int:
