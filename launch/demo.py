@@ -112,10 +112,10 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
-        signal.signal(signal.SIGINT, handler)  # a second Ctrl-C interrupts at once
+        signal.signal(signal.SIGINT, previous_handler)  # a second Ctrl-C interrupts at once
 
     # Ctrl-C reaches the ranks, too: read on until they have saved a checkpoint.
-    handler = signal.signal(signal.SIGINT, on_interrupt)
+    previous_handler = signal.signal(signal.SIGINT, on_interrupt)
     try:
         with (
             log.open("w", encoding="utf-8") as file,
@@ -133,7 +133,7 @@ def _run_quietly(command: Sequence[str], environment: dict[str, str], log: Path)
                 if "step/s" in line or "s/step" in line:
                     print(f"\r{line.rstrip()}", end="", flush=True)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, previous_handler)
     print()
     if interrupts:
         print(f"interrupted; the output of the training: {log}", file=sys.stderr)

@@ -39,7 +39,7 @@ _TRIAL_SAMPLES = 16
 
 
 def run_finetuning(
-    config: Path, task: str, overrides: Sequence[str] = (), resume: bool = False
+    path: Path, task: str, overrides: Sequence[str] = (), resume: bool = False
 ) -> int:
     """Run one rank of a fine-tuning; returns the exit code (see `vlp.training.command`).
 
@@ -53,7 +53,7 @@ def run_finetuning(
             )
         return build_task(settings)
 
-    return run_training(config, FinetuneConfig, overrides, resume, build, build_validation)
+    return run_training(path, FinetuneConfig, overrides, resume, build, build_validation)
 
 
 def build_task(config: FinetuneConfig) -> tuple[Downstream | PairsTask, Any]:
@@ -89,7 +89,7 @@ def build_validation(
 
     A trial on a few samples raises its errors before the training.
     """
-    folders, limit = config.task.data.validation, config.task.data.validation_limit
+    folders, full_limit = config.task.data.validation, config.task.data.validation_limit
     training = config.training
     if not folders:
         for key in ("patience", "evaluate_every", "metric"):
@@ -102,7 +102,7 @@ def build_validation(
     full_task = _copy(task) if shards_parameters(training) else None
 
     def validate(
-        parameters: Parameters = task.state_dict, limit: int | None = limit
+        parameters: Parameters = task.state_dict, limit: int | None = full_limit
     ) -> Mapping[str, float]:
         if full_task is not None:
             full_task.load_state_dict(task.state_dict() | parameters())
@@ -123,9 +123,9 @@ def build_validation(
             return {metric: math.nan}
 
     every = training.evaluate_every or training.count_steps(data.batches_in_epoch(0))
-    validation_data = json.dumps([list(map(str, folders)), limit])
+    validation_data = json.dumps([list(map(str, folders)), full_limit])
     best = BestCheckpoint(validate, metric, every, training.patience, validation_data)
-    trial_limit = _TRIAL_SAMPLES if limit is None else min(limit, _TRIAL_SAMPLES)
+    trial_limit = _TRIAL_SAMPLES if full_limit is None else min(full_limit, _TRIAL_SAMPLES)
     try:
         try:
             best.require_metric(validate(limit=trial_limit))

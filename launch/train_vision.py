@@ -32,9 +32,9 @@ def build(config: VisionConfig) -> tuple[Any, Any]:
     return build_task(config.task, training.batch, training.seed, training.precision)
 
 
-def run_vision(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
+def run_vision(path: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
     """Run one rank of a vision training; returns the exit code (see `vlp.training.command`)."""
-    return run_training(config, VisionConfig, overrides, resume, build)
+    return run_training(path, VisionConfig, overrides, resume, build)
 
 
 if __name__ == "__main__":

@@ -151,11 +151,12 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
     def _repeat_list_options(self, args: Sequence[str]) -> list[str]:
-        """Repeat a list option before each of its values, as typer reads it."""
+        """Repeat a list option before each of its values, as typer reads it; add implied values."""
         list_params = [param for param in self.params if getattr(param, "multiple", False)]
         list_options = {name for param in list_params for name in param.opts}
         result: list[str] = []
         option: str | None = None
+        # "-": after the last argument as before an option.
         for value, following in zip(args, [*args[1:], "-"]):
             if value.startswith("-"):
                 option = value if value in list_options else None

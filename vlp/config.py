@@ -268,7 +268,10 @@ def explain(
 
 
 def _value_problem(key: str, problem: Mapping[str, Any]) -> str:
-    """Return pydantic's message for a key's value, with the value if it is short."""
+    """Return pydantic's message for a key's value, with the value if it is a plain one.
+
+    Messages of this project's validators name the value themselves.
+    """
     value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("tuple_type", "list_type") and isinstance(value, str | int | float):
         return f"should be a list, as in {key}='[{value}]'"
@@ -375,6 +378,7 @@ def load_config(
         key, value = parse_override(override)
         for inner_key in (key, *(f"{key}.{inner}" for inner in _dotted_keys(value))):
             origins[inner_key] = origin
+        # Mappings above the key that no file has.
         for depth in range(1, key.count(".") + 1):
             origins.setdefault(".".join(key.split(".")[:depth]), origin)
         update = value

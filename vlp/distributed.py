@@ -19,6 +19,7 @@ from torch import distributed as dist
 _cpu_group: Any = None
 _in_collective = False
 
+# By name in a safetensors file.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -322,7 +322,7 @@ def _backup_path(folder: Path) -> Path:
 
 
 def link_missing(source: Path, target: Path) -> None:
-    """Hard-link entries of the folder `source`, if it exists, that `target` lacks into `target`."""
+    """Hard-link those entries of a folder `source` that `target` lacks; `source` may be missing."""
     if not source.is_dir():
         return
     names = {path.name for path in target.iterdir()}

@@ -68,7 +68,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                 self._file.close()
                 self._file = None
             if self._is_new_folder:
-                self.folder.rmdir()
+                self.folder.rmdir()  # fails if it is not empty
 
     def __exit__(self, *error: object) -> None:
         self.release()

@@ -41,7 +41,7 @@ from vlp.config import ConfigError, load_config, load_plugins, read_values
 from vlp.signals import STOP_SIGNALS
 from vlp.tasks.downstream.registry import task_kinds
 
-Config = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
+ConfigFile = Annotated[Path, Option(metavar="FILE", help="a configuration of configs/")]
 Ranks = Annotated[
     int | None,
     Option(
@@ -66,7 +66,7 @@ def demo(
 
 
 def train(
-    config: Config,
+    config: ConfigFile,
     ranks: Ranks = None,
     resume: Resume = False,
     image_tower: ImageTower = None,
@@ -130,7 +130,7 @@ class FinetuneCommand(Command):
 
 def finetune(
     task: Annotated[str, typer.Argument(metavar="TASK")],
-    config: Config,
+    config: ConfigFile,
     init_from: Annotated[
         str | None, Option("--from", metavar="DIR", help="model folder, same as init_from=DIR")
     ] = None,
@@ -160,7 +160,7 @@ def finetune(
 
 
 def align(
-    config: Config,
+    config: ConfigFile,
     out: Annotated[Path, Option(metavar="DIR", help="model folder to write")],
     epochs: Annotated[int, Option(parser=positive, metavar="N", help="passes over the pairs")] = 1,
     shrinkage: Annotated[

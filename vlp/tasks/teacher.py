@@ -70,7 +70,7 @@ class Teacher(Generic[Student]):
 
     @torch.no_grad()
     def to(self, device: torch.device | str) -> Teacher[Student]:
-        """Move the weights to `device`."""
+        """Move the weights to `device`; the first call also casts `half_weights`."""
         device = torch.device(device)
         if device != self._device:  # `Module.to` walks all modules, too slow for every step
             self.module.to(device)
@@ -319,7 +319,7 @@ class Distilled(Downstream):
         return {f"{_PREFIX}{name}": value for name, value in state.items()}
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `extra_state`; RuntimeError if it is of another task."""
+        """Restore the result of `extra_state`; ValueError or RuntimeError if it does not fit."""
         if self.teacher is None:
             super().load_extra_state(state)
         else:

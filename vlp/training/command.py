@@ -188,7 +188,7 @@ def _engine_class(training: TrainingConfig) -> Callable[[Any, TrainingConfig], E
 
 def _refuse(message: str) -> int:
     """Print an error once on each node; return the exit code."""
-    # The launcher ends a node's ranks with the first: let the rank that prints exit first.
+    # When a rank exits, the launcher ends the node's other ranks: let the printing rank exit first.
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if local_rank == "0" or not local_rank.isdecimal():
         print(f"error: {message}", file=sys.stderr, flush=True)

@@ -259,7 +259,7 @@ class PretrainConfig(RunConfig):
     def world_sizes(self) -> list[int]:
         """Return all numbers of ranks that can train this configuration, in ascending order."""
         sizes, batch = [], self.training.batch
-        # Divisors of the batch alone, as an error takes time.
+        # Other numbers than divisors of the batch cannot, and an error for each takes time.
         for world_size in (number for number in range(1, batch + 1) if batch % number == 0):
             with suppress(ConfigError):
                 self._require_world_size(world_size)

@@ -116,7 +116,7 @@ class MlflowTracker:
     def _drop_later_metrics(
         self, folder: RunFolder, step: int, validated_step: int, create: Callable[[], str]
     ) -> None:
-        """Replace the run by a new one without metrics that will be logged again, if it has any."""
+        """If the run has metrics that will be logged again, replace it by one without them."""
         # MLflow cannot delete a metric.
         previous = self._run_id
         metrics = [
@@ -199,6 +199,7 @@ def open_trackers(
 
 @contextmanager
 def _config_errors(name: TrackerName) -> Iterator[None]:
+    """Turn every error of this context into a ConfigError that names the tracker."""
     try:
         yield
     except Exception as error:
@@ -229,7 +230,7 @@ def _settings(folder: RunFolder) -> dict[str, Any]:
 
 
 def _flat_tags(values: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Return dotted keys and values as texts that MLflow accepts."""
+    """Return dotted keys and values as texts that MLflow accepts, of at most 5000 characters."""
     if not isinstance(values, Mapping):
         return [(_metric_name(prefix.rstrip(".")), str(values)[:5000])]
     return [pair for key, value in values.items() for pair in _flat_tags(value, f"{prefix}{key}.")]

@@ -265,13 +265,13 @@ class _Trainer:
         self.pending.append(Outcome(self.progress.step, outputs, update))
         # Where only the GPU knows it, `applied` is a 0-d tensor, which is not read here.
         if isinstance(update.applied, Tensor):
-            _restore(self.engine.module, buffers, update.applied)
+            _restore_buffers(self.engine.module, buffers, update.applied)
             self.task.after_step(self.engine.parameters, update.applied)
         elif update.applied:
             self.task.after_step(self.engine.parameters)
             self.flush_pending()
         else:
-            _restore(self.engine.module, buffers)
+            _restore_buffers(self.engine.module, buffers)
             self.task.after_skip()
             self.flush_pending()
         self.log.advance()
@@ -362,10 +362,12 @@ def nan_if_non_finite(loss: Tensor) -> Tensor:
     return loss * torch.where(torch.isfinite(loss.detach()), factor, factor * float("nan"))
 
 
-def _restore(module: nn.Module, buffers: dict[str, Tensor], applied: Tensor | None = None) -> None:
-    """Restore buffers by name; with a device flag `applied` (0-d bool), only if it is False."""
+def _restore_buffers(
+    module: nn.Module, copies: dict[str, Tensor], applied: Tensor | None = None
+) -> None:
+    """Set buffers to their `copies`; with a 0-d bool `applied` on a device, only if it is False."""
     for name, buffer in module.named_buffers():
-        previous = buffers[name]
+        previous = copies[name]
         buffer.copy_(previous if applied is None else torch.where(applied, buffer, previous))
 
 
@@ -396,6 +398,7 @@ def _count_non_finite(progress: Progress, outcome: Outcome, log: RunLog) -> None
 def _log_record(
     meter: Meter, progress: Progress, learning_rate: float, data: StreamedData
 ) -> dict[str, Any]:
+    """Return the record of a log line: the meter's means, the position in the data; collective."""
     means = meter.flush()
     epoch, samples_into_epoch = 0, progress.samples
     while samples_into_epoch >= data.samples_in_epoch(epoch):

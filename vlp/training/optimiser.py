@@ -153,8 +153,8 @@ def cosine_schedule(
 ) -> float:
     """Return the learning rate of a linear warm-up to `peak` and half a cosine down to `final`.
 
-    `step` counts from 0, which has `peak / warmup_steps`. Steps from `total_steps - 1` on have
-    `final`, unless the warm-up lasts longer.
+    `step` counts from 0: the warm-up starts at `peak / warmup_steps`. Steps from `total_steps - 1`
+    on have `final`, unless the warm-up has `total_steps - 1` steps or more.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

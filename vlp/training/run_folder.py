@@ -40,7 +40,8 @@ class Differences(NamedTuple):
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any], config: Config) -> Differences:
     """Compare the JSON values of a saved and the current configuration.
 
-    The fields of `config` declare their rule: "fixed", "path", "tolerated" or "free".
+    The fields of `config` declare which differences are fatal ("fixed"), tolerated ("tolerated";
+    "path": if both values are paths) or ignored ("free").
     """
     saved_leaves, current_leaves = dict(_leaves(saved)), dict(_leaves(current))
     differences = Differences([], [])
@@ -74,7 +75,8 @@ def require_same_on_all_ranks(config: Config, fingerprint: Mapping[str, str]) ->
 
 
 def _may_differ_by_node(config: Config, key: str, *values: Any) -> bool:
-    """Return whether a dotted key may have different values on different nodes, as paths may."""
+    """Return whether a dotted key may have different `values` on different nodes."""
+    # Free options of the data, such as workers. Texts outside of `training` are paths unless fixed.
     rule, _ = _rule_and_default(config, key)
     if rule == "free" and key.startswith(("data.", "task.data.")):
         return True
@@ -107,7 +109,10 @@ def _declared_rule(extra: Any) -> Any:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value in nested mappings and lists; empty ones, too."""
+    """Yield (dotted key, value) of the leaves of nested mappings and lists.
+
+    An empty mapping or list is a leaf.
+    """
     items: Iterator[tuple[Any, Any]]
     if isinstance(value, Mapping) and value:
         items = iter(value.items())
@@ -151,6 +156,9 @@ class RunFolder:
         report: summary, written at every end.
         starts: `run.json`: all starts, and ids at trackers; the first file of a run.
         hang: stacks of hanging ranks.
+
+    Raises ConfigError if the folder cannot be read, or without `resume` if it holds files other
+    than locks.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:

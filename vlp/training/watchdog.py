@@ -25,7 +25,7 @@ class Heartbeat(NamedTuple):
     """State of a rank, which it sends to the watching ranks.
 
     Attributes:
-        number: of the rank's heartbeats, from 1.
+        number: count of the rank's heartbeats up to this one.
         host: name of the machine.
         step: optimiser steps done.
         phase_count: phases so far, equal on all ranks at the same point of the loop.
@@ -49,15 +49,17 @@ class HangDetector:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        # By rank: number and time of the last heartbeat; that time of ranks reported as silent.
+        # By rank: number of the last heartbeat, and when it arrived.
         self._last: dict[int, tuple[int, float]] = {}
+        # By rank reported as silent: when its last heartbeat arrived.
         self._silent: dict[int, float] = {}
         self._reported_phase_count: int | None = None
 
     def update(self, heartbeats: Sequence[Heartbeat], now: float) -> tuple[list[str], bool]:
         """Return messages at `now` (seconds), and whether they report a new hang.
 
-        heartbeats: the last one of each rank; empty until all ranks have started.
+        heartbeats: the last one of each watched rank, from rank 0 on; empty until these ranks have
+            started.
         """
         messages, is_new = [], False
         for rank, heartbeat in enumerate(heartbeats):
@@ -83,8 +85,8 @@ class HangDetector:
             return messages, is_new
         self._reported_phase_count = slowest.phase_count
         # All ranks wait for the ranks that are behind, or among these for a rank that computes.
-        ranks = {r: h for r, h in enumerate(heartbeats) if h.phase_count == slowest.phase_count}
-        blocking_ranks = {rank: h for rank, h in ranks.items() if not h.is_waiting} or ranks
+        behind = {r: h for r, h in enumerate(heartbeats) if h.phase_count == slowest.phase_count}
+        blocking_ranks = {rank: h for rank, h in behind.items() if not h.is_waiting} or behind
         names = ", ".join(f"{rank} ({h.host})" for rank, h in blocking_ranks.items())
         others = "; the others wait" if len(blocking_ranks) < len(heartbeats) else ""
         message = f"step {slowest.step + 1} hangs for {slowest.seconds:.0f} s: rank {names}"
@@ -164,7 +166,7 @@ class Watchdog:
         )
         if store is None:
             return [heartbeat]
-        # A stopped store never answers, and calls to it have no timeout.
+        # A stopped store never answers, and calls to it have no timeout: rank 1 reports it.
         message = f"the store at rank 0 or its launcher is silent for {self._timeout:g} s"
         alarm = threading.Timer(self._timeout, self._report, [message])
         if self._rank == 1:
@@ -174,9 +176,10 @@ class Watchdog:
             if self._rank > 0 and store.check([f"request/{self._requests + 1}"]):
                 self._requests += 1
                 store.set(f"stacks/{self._requests}/{self._rank}", stacks())
-            watched_ranks = {0: self._ranks, 1: 1}.get(self._rank, 0)
-            keys = [f"heartbeat/{rank}" for rank in range(watched_ranks)]
-            if not keys or not store.check(keys):  # not all ranks have started
+            # Rank 0 watches all ranks, rank 1 watches rank 0, others watch none.
+            num_watched = {0: self._ranks, 1: 1}.get(self._rank, 0)
+            keys = [f"heartbeat/{rank}" for rank in range(num_watched)]
+            if not keys or not store.check(keys):  # not all watched ranks have started
                 return []
             return [Heartbeat(*json.loads(text)) for text in store.multi_get(keys)]
         finally:

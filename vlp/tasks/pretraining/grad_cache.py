@@ -71,6 +71,7 @@ def _sum(losses: list[Loss]) -> Loss:
 def _run_chunk(
     objective: Objective, step: Step, rows: slice, threshold: Tensor
 ) -> tuple[dict[str, Term], dict[str, Tensor]]:
+    """Run an objective on `rows` of the inputs; return its terms without paths, and statistics."""
     teacher = step.teacher and step.teacher._replace(
         image=select_rows(step.teacher.image, rows), text=select_rows(step.teacher.text, rows)
     )

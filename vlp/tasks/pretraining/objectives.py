@@ -415,8 +415,8 @@ class MaskedLanguageModelling(Objective):
             alpha = teacher.alpha
             with torch.no_grad():
                 head = teacher.modules["mlm_head"]
-                logits, _ = self._predict(teacher.model, head, teacher.image, step)
-                soft = logits.float().softmax(-1)
+                teacher_logits, _ = self._predict(teacher.model, head, teacher.image, step)
+                soft = teacher_logits.float().softmax(-1)
         logits, labels = self._predict(step.model, self.head, step.image, step)
         return {"mlm": Term(mlm_loss(logits, labels, soft, alpha), 1.0)}
 

@@ -73,8 +73,8 @@ class Pretraining(Task):
                 self.objectives[name] = objective_class(settings, objectives, config)
                 for module_name, module in self.objectives[name].modules().items():
                     self.add_module(module_name, module)
-        parts = [objective.trains for objective in self.objectives.values()]
-        self.model.freeze_modules(Objective.trains.difference(*parts))
+        trained_parts = [objective.trains for objective in self.objectives.values()]
+        self.model.freeze_modules(Objective.trains.difference(*trained_parts))
         heads = self._saved_heads()
         head_reports = [] if init_from is None else start_heads(heads, init_from)
         from_folder = {name for report in head_reports for name in report.matched}
@@ -161,7 +161,7 @@ class Pretraining(Task):
     def _run_objectives(
         self, step: Step, on_unmasked_pairs: bool
     ) -> tuple[dict[str, Term], AnchorPaths | None]:
-        """Run the objectives on clean pairs, or the others; return their terms and paths."""
+        """Run the objectives on unmasked pairs, or the others; return their terms and paths."""
         terms: dict[str, Term] = {}
         for name, objective in self.objectives.items():
             if objective.on_unmasked_pairs == on_unmasked_pairs:
@@ -175,7 +175,10 @@ class Pretraining(Task):
 
     @torch.no_grad()
     def _matching_paths(self, step: Step, paths: AnchorPaths | None) -> AnchorPaths | None:
-        """Return the paths of the matching pairs, computed here if no objective gave them."""
+        """Return the paths of the matching pairs, computed here if no objective returned them.
+
+        None without anchor encoding.
+        """
         if "anchor" not in self.config.cross.position:
             return None
         return self.model.anchor_paths(step.image, step.text) if paths is None else paths
@@ -220,7 +223,7 @@ class Pretraining(Task):
         return {} if self.teacher is None else self.teacher.state_dict()
 
     def load_extra_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of `extra_state`."""
+        """Restore the result of `extra_state`; ignore it without a teacher."""
         if self.teacher is not None:
             self.teacher.load_state_dict(state)
 

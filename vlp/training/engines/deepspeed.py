@@ -227,6 +227,7 @@ class DeepSpeedEngine:
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _flat_parameters(self) -> list[Tensor]:
+        """Return the tensors that AdamW updates: parameters, or flat float32 shards of them."""
         if self.stage == 0:
             return list(self._trainable.values())
         if self.stage == 3:

@@ -94,7 +94,10 @@ def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class LossScale:
-    """Factor of an fp16 loss: a skipped step halves it, `GROWTH_INTERVAL` others double it."""
+    """Factor of an fp16 loss.
+
+    A skipped step halves it, `GROWTH_INTERVAL` applied steps in a row double it.
+    """
 
     # The policy of `torch.amp.GradScaler`, which itself needs whole gradients, while ZeRO shards
     # them, and keeps its state on a device.

@@ -29,7 +29,8 @@ _LARGEST, _NEVER = 2**31 - 1, -1
 def prepare_environment() -> None:
     """Set the rank's variables that are missing, so that a plain `python` is rank 0 of 1.
 
-    Without a GPU, also use the rank's share of the cores.
+    Without a GPU, also use the rank's share of the cores, and keep freed memory. Raises ConfigError
+    if the variables do not describe a rank.
     """
     _require_rank(_read_slurm_ranks())
     os.environ.setdefault("RANK", "0")
@@ -90,6 +91,7 @@ def _read_slurm_ranks() -> tuple[str, ...]:
     # On several nodes MASTER_ADDR must be set, as pretrain.slurm does.
     if os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1":
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # One port for all ranks, which differs between jobs.
     port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
     os.environ.setdefault("MASTER_PORT", str(port))
     return "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "MASTER_PORT"
