@@ -132,6 +132,7 @@ def _adapter(model: nn.Module) -> Any:
         from vlp.layers.backbones.transformers_vit import TransformersAdapter
 
         return TransformersAdapter(cast(Any, model))
+    # `positioned`: classes of timm, and by each its subclass for layers with encodings.
     for adapter in ADAPTERS:
         if type(model) in {*adapter.positioned, *adapter.positioned.values()}:
             return adapter(model)
@@ -139,6 +140,7 @@ def _adapter(model: nn.Module) -> Any:
 
 
 def _refusal(model: nn.Module) -> str:
+    """Return why encodings cannot be attached, as the predicate of the model's class name."""
     class_names = {type(module).__name__ for module in model.modules()}
     for name, reason in IMPOSSIBLE.items():
         if name in class_names:
@@ -183,7 +185,7 @@ class _EncodingFactory:
         self.options = with_roles(self.name, on, options, self.option_names)
 
     def create(self, weight: Tensor, training: bool, **sizes: Any) -> PositionEncoding:
-        """Create a module with its options among `sizes`, and a weight's device and dtype."""
+        """Create a module with those `sizes` that it takes, in a weight's device and dtype."""
         fitting_sizes = {size: value for size, value in sizes.items() if size in self.option_names}
         options = {**fitting_sizes, **self.options}
         if self.checks_options:

@@ -240,7 +240,7 @@ class Attention(nn.Module):
 
     @property
     def shares_keys(self) -> bool:
-        """Return whether calls may share results of `project` and attend from some queries."""
+        """Return whether calls may share results of `project`, and skip some of the queries."""
         return all(has_fast_path(encoding, "shares_keys") for encoding in self.positions)
 
     def kernel_terms(self, states: Tensor) -> Tensor | None:

@@ -84,7 +84,7 @@ class PostNormLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Encode (B, N, width) with mask (B, N) bool, True = real -> (B, N, width)."""
+        """Encode (B, N, width) with mask (B, N) bool, True = not padding: (B, N, width)."""
         states = self.attention_norm(states + self.dropout(self.attention(states, mask=mask)))
         return self.feed_forward_norm(states + self.dropout(self.feed_forward(states)))
 
@@ -172,6 +172,7 @@ class CrossLayer(nn.Module):
 
 
 INIT_STD = 0.02  # BERT's and ViT's
+# Base of the wavelengths, from 2 pi to 200 pi tokens.
 SINE_BASE = 100.0
 
 

@@ -235,7 +235,7 @@ Trainable = (
 
 def lora_rank(trainable: Trainable) -> int | None:
     """Return RANK of `trainable: lora-RANK`; None for other values."""
-    return int(str(trainable)[5:]) if str(trainable).startswith("lora-") else None
+    return int(str(trainable).removeprefix("lora-")) if str(trainable).startswith("lora-") else None
 
 
 class TextConfig(Config):

@@ -105,8 +105,10 @@ class CrossEncoder(nn.Module):
             )
         two_streams = self.config.layout == "ace"
         text_grid = (1, text.shape[1] - 1)
-        text_context = PositionContext(text_grid, 1, anchors=paths, text_queries=True)
-        image_context = PositionContext(self.grid, 1, anchors=paths, text_queries=False)
+        text_context = PositionContext(text_grid, prefix_tokens=1, anchors=paths, text_queries=True)
+        image_context = PositionContext(
+            self.grid, prefix_tokens=1, anchors=paths, text_queries=False
+        )
         for encoding in self.positions:
             text = call_method(encoding, PositionEncoding.tokens, text, text_context)
         # With `image_kv` no layer reads image states. Without it each layer projects keys and
@@ -151,7 +153,7 @@ class CrossEncoder(nn.Module):
                 image_states = call_method(
                     layer, CrossLayer.cross_attend, image_states, text, text_mask, image_context
                 )
-            # Not before: in layout `ace` the image attends to the text's input of this layer.
+            # Replaced last: in layout `ace` the image attends to the text's input of this layer.
             text = text_output
         return text, image_states if two_streams and need_image else None
 
@@ -175,7 +177,7 @@ class CrossEncoder(nn.Module):
 
     def _add_positions(self, image: Tensor) -> Tensor:
         """Apply the token encodings to images, shaped as in `forward`."""
-        context = PositionContext(self.grid, 1, text_queries=False)
+        context = PositionContext(self.grid, prefix_tokens=1, text_queries=False)
         for encoding in self.positions:
             images = self._split_images(image)
             images = call_method(encoding, PositionEncoding.tokens, images, context)
@@ -218,7 +220,7 @@ def _create_cross_modal(name: str, config: CrossConfig, width: int) -> PositionE
 def create_stream_encoding(
     name: str, config: CrossConfig, width: int, max_tokens: int, grid: tuple[int, int]
 ) -> ByModality:
-    """Create an encoding of `cross.position` for text and one for images, neither cross-modal."""
+    """Create the text and image encodings of a name in `cross.position` that acts in streams."""
     shorthands: dict[str, tuple[str, dict[str, Any]]] = {
         "ape": ("learned-1d", {"deviation": APE_STD}),
         "rpe": ("irpe-product", {"roles": ("query", "key")}),

@@ -180,7 +180,7 @@ class AnswerDecoder(nn.Module):
         return embedding if self.embedding is None else self.embedding
 
 
-# Parameters that a BERT lacks, and that every encoder lacks.
+# Patterns of the decoder's parameters that BERT lacks, and of those that every encoder lacks.
 _CROSS = (r"layers\.\d+\.cross_attention\.", r"layers\.\d+\.cross_norm\.")
 _HEAD = r"head\."
 
@@ -229,9 +229,9 @@ def initialise_decoder(decoder: AnswerDecoder, model: VLPModel) -> list[LoadRepo
 def _cross_layers(
     decoder: AnswerDecoder, model: VLPModel
 ) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Return the cross-modal encoder's layers by the decoder's names, and its unused weights.
+    """Return the cross-modal encoder's weights by the decoder's names, and its unused names.
 
-    Last, patterns of the decoder's layers beyond the encoder's.
+    The third result has patterns of the decoder's layers that the encoder lacks.
     """
     target = decoder.state_dict()
     weights: dict[str, Tensor] = {}
@@ -249,8 +249,8 @@ def _cross_layers(
             identity = torch.eye(model.config.text.width)
             weights[f"{output}.weight"] = identity.to(target[f"{output}.weight"])
             weights[f"{output}.bias"] = torch.zeros_like(target[f"{output}.bias"])
-    others = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in numbers]
-    return weights, unused, others
+    initial_parts = [rf"layers\.{n}\." for n in range(len(decoder.layers)) if n not in numbers]
+    return weights, unused, initial_parts
 
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -285,13 +285,13 @@ def beam_search(
     parent_beam = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(rows, 1, device=device)
     has_ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    parent_beams = 1
+    parent_beam_count = 1
     for _ in range(length):
         if bool(has_ended.all()):
             break
-        # `parent_beam` counts within a row, which had `parent_beams` beams in the previous call.
-        parents = parent_beam + parent_beams * torch.arange(rows, device=device)[:, None]
-        parent_beams = ids.shape[1]
+        # `parent_beam` is the index in a row of the previous call, `parents` that among all beams.
+        parents = parent_beam + parent_beam_count * torch.arange(rows, device=device)[:, None]
+        parent_beam_count = ids.shape[1]
         next_scores = step(ids.flatten(0, 1), parents.flatten())
         next_scores = next_scores.unflatten(0, (rows, -1)).to(scores.dtype)
         vocabulary = next_scores.shape[-1]
@@ -429,8 +429,8 @@ CANDIDATES = 128
 # Maximum number of logits in memory: 256 MiB in float32.
 MAX_LOGITS = 2**26
 
-# Answers in a round of the exact search.
-_ROUND = 32
+# Number of answers in a round of the exact search.
+_ROUND_SIZE = 32
 # Log-probabilities that differ less, in nats, count as equal.
 _TOLERANCE = 1e-4
 
@@ -469,7 +469,8 @@ class AnswerRanking:
         self._answers = answers
         self._tokens = (answers != pad_id).sum(1)
         self._exact = candidates is None
-        self._round = min(candidates or _ROUND, len(answers))
+        # Without the exact search there is one round, of all candidates.
+        self._round_size = min(candidates or _ROUND_SIZE, len(answers))
         self._max_tokens = MAX_LOGITS // embedding.word.num_embeddings
 
     @torch.no_grad()
@@ -481,13 +482,14 @@ class AnswerRanking:
         # No answer yet: a larger index than any answer's, which `amin` never chooses.
         best = torch.full_like(rows, len(self._answers))
         best_scores = torch.full_like(first_scores[:, 0], -torch.inf)
-        for start in range(0, len(self._answers) if self._exact else self._round, self._round):
+        searched = len(self._answers) if self._exact else self._round_size
+        for start in range(0, searched, self._round_size):
             # An answer is never likelier than its first token: a row is decided once no first
             # token of the remaining answers reaches its best score.
             undecided = rows[first_scores[:, start] + _TOLERANCE >= best_scores]
             if not len(undecided):
                 break
-            candidates = order[undecided, start : start + self._round]
+            candidates = order[undecided, start : start + self._round_size]
             scores = self._scores(memory, undecided, candidates)
             # The first column is the best answer of earlier rounds.
             scores = torch.cat([best_scores[undecided][:, None], scores], 1)
@@ -505,7 +507,7 @@ class AnswerRanking:
         first_scores = self._first_token_scores(memory, len(rows))
         candidates = first_scores.argsort(dim=1, descending=True, stable=True)
         if not self._exact:
-            candidates = candidates[:, : self._round]
+            candidates = candidates[:, : self._round_size]
         scores = self._scores(memory, rows, candidates)
         return torch.full_like(first_scores, -torch.inf).scatter(1, candidates, scores)
 

@@ -354,7 +354,7 @@ def _require_depth(values: Any, limit: int, file: Path) -> None:
 
 
 def _require_shapes(config: ModelConfig, file: Path, weights_file: Path) -> None:
-    """Require weights of a model's sizes, before the model takes memory."""
+    """Require that weights have a model's sizes, before the model takes memory."""
     shapes = weight_shapes(weights_file)
     _require_depth(config.model_dump(), len(shapes), file)
     if max(config.text.max_tokens, prod(config.image.tower_grid)) > _MAX_TOKENS:
@@ -393,7 +393,7 @@ def _require_shapes(config: ModelConfig, file: Path, weights_file: Path) -> None
 def require_sizes(
     values: Any, create: Callable[[], nn.Module], weights: Mapping[str, Tensor], file: Path
 ) -> None:
-    """Require weights of the sizes of a task's module, before the module takes memory.
+    """Require that weights have the sizes of a task's module, before the module takes memory.
 
     values: configuration of the task in `file`, not validated. weights: by name; the submodule
     `model`, which is loaded already, may be left out.
@@ -405,14 +405,14 @@ def require_sizes(
     # Not every module can be built from meta tensors.
     except Exception:
         return
-    mismatches, numbers = [], 0
+    mismatches, weight_count = [], 0
     for name, tensor in state.items():
         if name in weights and tensor.shape != weights[name].shape:
             mismatches.append(name)
         if name in weights or not name.startswith("model."):
-            numbers += tensor.numel()
+            weight_count += tensor.numel()
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    if mismatches or numbers > _MAX_TABLE_BYTES + weight_bytes:
+    if mismatches or weight_count > _MAX_TABLE_BYTES + weight_bytes:
         raise ConfigError(f"{file}: the weights do not fit its sizes: {join_names(mismatches)}")
 
 

@@ -45,7 +45,15 @@ def mean_path_tables(attention: Attention, groups: int) -> MeanPathTables | None
     unit = torch.eye(groups, dtype=weight.dtype, device=weight.device)[None]
     zeros = weight.new_zeros(1, groups, weight.shape[1])
     empty = weight.new_zeros(0)
-    context = PositionContext(anchors=AnchorPaths(empty, empty, unit, unit, empty, empty))
+    paths = AnchorPaths(
+        image_path=empty,
+        text_path=empty,
+        image_mean=unit,
+        text_mean=unit,
+        alignment=empty,
+        similarity=empty,
+    )
+    context = PositionContext(anchors=paths)
     tables = call_method(encodings[0], PositionEncoding.inputs, zeros, zeros, zeros, context)
     projections = attention.query, attention.key, attention.value
     outputs = [
@@ -117,7 +125,8 @@ def attend_single_query(
 ) -> Tensor:
     """Attend from one query per text (T, 1, width) to images (T, 1 + M, width) -> (T, 1, width).
 
-    Keys and values are not projected: the weights multiply the query and the pooled image.
+    Keys and values are not projected: the key projection's weight multiplies the query, and the
+    value projection's weight multiplies the pooled image.
     """
     paths = context.anchors
     if tables is not None and paths is not None:
@@ -343,13 +352,13 @@ class ITMScorer:
         return log_odds
 
     def _text_context(self, tokens: int, paths: AnchorPaths | None) -> PositionContext:
-        return PositionContext((1, tokens - 1), 1, anchors=paths, text_queries=True)
+        return PositionContext((1, tokens - 1), prefix_tokens=1, anchors=paths, text_queries=True)
 
     def _image_context(self, paths: AnchorPaths | None) -> PositionContext:
-        return PositionContext(self.grid, 1, anchors=paths, text_queries=False)
+        return PositionContext(self.grid, prefix_tokens=1, anchors=paths, text_queries=False)
 
     def _paths(self, image: PreparedImage, texts: PreparedTexts) -> AnchorPaths | None:
-        """Compute the paths of the image with each text, as `VLPModel.anchors` does."""
+        """Compute the paths of the image with each text, as `VLPModel.anchor_paths` does."""
         anchor, word_mask = self.config.anchor, texts.word_mask
         if "uniform" in self.config.position:
             paths = uniform_paths(word_mask, len(image.tokens), anchor.groups)
@@ -378,7 +387,7 @@ def _first_query_context(context: PositionContext) -> PositionContext:
             text_mean=paths.text_mean[:, :1],
             alignment=None if paths.alignment is None else paths.alignment[:, :, :1],
         )
-    return PositionContext(context.grid, 1, anchors=paths, text_queries=True)
+    return PositionContext(context.grid, prefix_tokens=1, anchors=paths, text_queries=True)
 
 
 def _padded(states: Tensor, tokens: int) -> Tensor:

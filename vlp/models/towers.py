@@ -27,7 +27,7 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
     architecture = config.architecture if isinstance(config.architecture, Mapping) else {}
     name = str(config.tower_name)
     options = {key: value for key, value in architecture.items() if key != "name"}
-    if file_options := _FILES & options.keys():
+    if file_options := _WEIGHT_OPTIONS & options.keys():
         raise ConfigError(
             f"image.architecture.{min(file_options)} reads weights: remove it and set image.weights"
         )
@@ -53,6 +53,7 @@ def create_image_tower(config: ImageConfig) -> nn.Module:
         )
     grid = getattr(embeds[0], "grid_size", None)
     if grid:
+        # The `patch_size` of a hybrid's embedding counts cells of its feature map, not pixels.
         patch_size = config.image_size // grid[0]
     elif not isinstance(patch_size, int):
         patch_size = patch_size[0]
@@ -80,7 +81,10 @@ def fit_image_tower(tower: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
 # Attributes that hold a tower's patch embedding.
 _EMBEDS = ("patch_embed", "embeds")
-_FILES = {"checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"}
+# Arguments of `timm.create_model` that load weights.
+_WEIGHT_OPTIONS = {
+    *("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir"),
+}
 
 # Settings of a config.json that do not change the model.
 _IGNORED = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype"}

@@ -148,7 +148,7 @@ class VLPModel(nn.Module):
         encoder = self.image_encoder
         output = encoder(pixels, edit_patches)
         states = encoder.drop_summary_tokens(output)
-        # Of images only: texts have `text.dropout`.
+        # Dropout of image features only: texts have `text.dropout`.
         feature = self.feature_dropout(encoder.project(output))
         tokens = self._token_projection("image")(states[:, 1:])
         return ImageFeatures(states, _unit(feature), _unit(tokens))

@@ -102,8 +102,8 @@ class _Side(NamedTuple):
     def whitening(self, shrinkage: float) -> Tensor:
         """Return the factors (C,) along the eigenvectors that whiten the shrunk covariance."""
         # By rounding, variances may be slightly negative; all may be 0.
-        mean = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
-        return (self.variances.clamp(min=0) + shrinkage * mean).rsqrt()
+        mean_variance = self.variances.mean().clamp(min=torch.finfo(torch.float64).tiny)
+        return (self.variances.clamp(min=0) + shrinkage * mean_variance).rsqrt()
 
 
 def mean_reciprocal_rank(x: Tensor, y: Tensor, pair_ids: Tensor) -> float:

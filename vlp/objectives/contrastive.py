@@ -93,11 +93,13 @@ def match_by_keys(pair_ids: Tensor, key_ids: Tensor) -> Tensor:
     matches = []
     for rows, keys in ((pair_ids, key_ids), (pair_ids.flip(1), key_ids.flip(1))):
         # Searching B K hashes takes ten times as long: count keys of row b's image by caption.
-        captions, order = keys[:, 1].sort()
+        captions = keys[:, 1].contiguous()
+        sorted_captions, order = captions.sort()
         count = (keys[order, :1] == rows[:, 0]).cumsum(0, dtype=torch.int32)
-        count = functional.pad(count, (0, 0, 1, 0))
-        ids = keys[:, 1].contiguous()
-        start, end = (torch.searchsorted(captions, ids, right=right) for right in (False, True))
+        count = functional.pad(count, (0, 0, 1, 0))  # (K + 1, B), of the first 0, 1, ... K keys
+        # The range of sorted keys that have the caption of each key.
+        start = torch.searchsorted(sorted_captions, captions)
+        end = torch.searchsorted(sorted_captions, captions, right=True)
         matches.append((count[end] > count[start]).T)
     return matches[0] | matches[1]
 
@@ -137,7 +139,7 @@ def itc_loss(
 ) -> Loss:
     """Compute the mean of image-to-text and text-to-image cross-entropy (ALBEF, Eqs 1 and 6).
 
-    `count` of the loss is the number of rows.
+    `count` of the loss is the number of valid rows with a valid positive.
 
     Args:
         image, text: (B, d) of unit length.

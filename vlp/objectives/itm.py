@@ -18,8 +18,8 @@ class Negatives(NamedTuple):
     """Row indices of K negatives for each row, (B K,) int64; the K negatives of a row are adjacent.
 
     text_for_image: texts that do not match the row's image; image_for_text: images that do not
-    match its text; exists: (B K,) bool, False where a row has no negatives in either direction and
-    both indices are the row itself.
+    match the row's text; exists: (B K,) bool, False where a row has no negatives in either
+    direction and both indices are the row itself.
     """
 
     text_for_image: Tensor

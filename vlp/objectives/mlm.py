@@ -78,7 +78,7 @@ class MLMHead(nn.Module):
     def forward(self, states: Tensor, word_embedding: Tensor) -> Tensor:
         """Map states (..., width) to logits (..., vocabulary).
 
-        word_embedding: (vocabulary, table_width), an argument so that its module alone owns it.
+        word_embedding: (vocabulary, table_width); an argument, as the text encoder owns it.
         """
         states = self.norm(F.gelu(self.dense(states)))
         return F.linear(states, word_embedding, self.bias)

@@ -13,7 +13,7 @@ from vlp.objectives.contrastive import as_pairs
 
 
 class Keys(NamedTuple):
-    """Contrastive keys of images and texts, (K, dim) each, their `Batch.pair_ids`, (K, 2) int64.
+    """Contrastive keys of images and texts, (K, dim) each, with `Batch.pair_ids`, (K, 2) int64.
 
     valid: (K,) bool, False = empty row.
     """
@@ -51,9 +51,9 @@ def _overwrite_oldest(
     count = mask.sum()
     # Without a synchronisation `count` is unknown: sort valid rows to the front and write a fixed
     # number of rows, of which those beyond `count` write the old keys again.
-    rank = torch.arange(min(rows, size), device=mask.device) + (count - size).clamp(min=0)
-    source = mask.logical_not().sort(stable=True).indices[rank.clamp(max=rows - 1)]
-    target, is_new = (rank + pointer) % size, rank < count
+    index = torch.arange(min(rows, size), device=mask.device) + (count - size).clamp(min=0)
+    source = mask.logical_not().sort(stable=True).indices[index.clamp(max=rows - 1)]
+    target, is_new = (index + pointer) % size, index < count
     for queue_rows, batch_rows in zip(queue, batch, strict=True):
         new, old = batch_rows[source].to(queue_rows), queue_rows[target]
         queue_rows[target] = torch.where(is_new.view(-1, *[1] * (old.ndim - 1)), new, old)

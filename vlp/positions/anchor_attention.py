@@ -324,7 +324,8 @@ def _tables_backward(ctx: Any, terms_grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _empty_gradients(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> Gradients:
-    terms_grad = query.new_empty(arguments[4].shape, dtype=torch.float32)
+    _path, _mask, _query_mean, _key_mean, terms, *_ = arguments
+    terms_grad = query.new_empty(terms.shape, dtype=torch.float32)
     return *(x.new_empty(x.shape) for x in (query, key, value)), terms_grad  # type: ignore[return-value]
 
 

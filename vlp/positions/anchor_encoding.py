@@ -103,8 +103,9 @@ class AnchorPosition(PositionEncoding):
         # same memory layout: adding two layouts costs as much as the layer.
         attention = attention.flatten(2).unflatten(2, attention.shape[2:])
         path_sum = (attention.transpose(1, 2) @ path).transpose(1, 2)  # (B, heads, Q, G)
+        # (heads, G, head width)
         table = self._table("value").unflatten(-1, (self.heads, -1)).transpose(0, 1)
-        return path_sum @ table  # (heads, G, head width)
+        return path_sum @ table
 
     def attend(
         self,
@@ -192,7 +193,8 @@ class AlignmentBias(PositionEncoding):
 
     Args:
         heads: attention heads.
-        start: initial factor of even heads; odd heads start at 0. 0 keeps a trained layer's output.
+        start: initial factor of even heads; odd heads start at 0. With a start of
+            0 a trained layer keeps its output.
     """
 
     shares_keys = True

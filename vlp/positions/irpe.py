@@ -187,8 +187,8 @@ def _check_ranked_grid(
         return
     rows, columns = state[name].tolist()
     if (rows, columns) != grid and max(rows, grid[0]) > 1:
-        errors = others[-1]
-        errors.append(
+        error_messages: list[str] = others[-1]  # the last argument of such hooks
+        error_messages.append(
             f"{prefix}tables: {module.name} ranks the distances of a {grid_size((rows, columns))} "
             f"grid there and of {grid_size(grid)} here"
         )

@@ -66,12 +66,12 @@ class TransformerXLPosition(ClippedPosition):
         # Raises for impossible options.
         sinusoid(torch.zeros(1), channels, temperature, layout)
         self.temperature, self.layout = temperature, layout
-        heads, head_width = self.table_heads, self.head_width
+        vector_shape = self.table_heads, 1, self.head_width
         # At zero the layer's function is unchanged.
-        self.projection = nn.Parameter(torch.zeros(heads, channels, head_width))
-        self.u = nn.Parameter(torch.zeros(heads, 1, head_width))
-        self.v = nn.Parameter(torch.zeros(heads, 1, head_width))
-        self.prefix = nn.Parameter(torch.zeros(heads, 1, head_width)) if prefix_bucket else None
+        self.projection = nn.Parameter(torch.zeros(self.table_heads, channels, self.head_width))
+        self.u = nn.Parameter(torch.zeros(vector_shape))
+        self.v = nn.Parameter(torch.zeros(vector_shape))
+        self.prefix = nn.Parameter(torch.zeros(vector_shape)) if prefix_bucket else None
 
     def lookups(self, query: Tensor, key: Tensor, context: PositionContext) -> list[Lookup]:
         """Return the terms of Eq. 10: (u . k_j + (q_i + v) . r_ij) / sqrt(head width)."""

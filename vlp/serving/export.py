@@ -69,6 +69,7 @@ class ExportText(_ModelPart):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode ids and mask (B, N) int64 to (B, d), (B, N, width) and (B, N, d)."""
         mask = attention_mask.bool()
+        # The second mask is the word mask, which encoding does not read.
         text = self.model.encode_text(input_ids, mask, mask)
         return text.feature, text.states, text.tokens
 

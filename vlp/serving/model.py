@@ -88,7 +88,7 @@ class _VlpPreTrainedModel(PreTrainedModel):
     def _read(
         cls, folder: Path, config: VlpConfig | None, options: dict[str, Any], weights: bool
     ) -> Self:
-        """Read a folder; `weights` False leaves the initialisation, as others are loaded next."""
+        """Read a folder; `weights` False reads none, as others are loaded next."""
         raise NotImplementedError
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from vlp.tasks.grounding.task import FILE_NAME as GROUNDING
 
 CARD = "README.md"
 MARK = "<!-- Written by vlp from the files beside it; without this line it is left as it is. -->"
-# Figures of a result in the front matter.
+# Maximum number of a result's figures in the front matter.
 _MAX_FIGURES = 12
 
 _WITHOUT_TASK = TaskCard(

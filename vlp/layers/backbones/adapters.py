@@ -62,7 +62,7 @@ class PositionedVisionTransformer(PositionedModel, VisionTransformer):
     context_store: ContextStore
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Add prefix and positions to patches (batch, patches or rows and columns, width)."""
+        """Add prefix and positions to patches (B, patches, width) or (B, rows, columns, width)."""
         rows, columns = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size
         context = self.context_store.write(int(rows), int(columns))
         x = self._embed_absolute(x)
@@ -71,6 +71,7 @@ class PositionedVisionTransformer(PositionedModel, VisionTransformer):
         return self.pos_drop(x) if self.pos_embed is None and len(self.positions) else x
 
     def _embed_absolute(self, x: Tensor) -> Tensor:
+        """Add the prefix, and absolute positions if the model has them: (B, tokens, width)."""
         if self.pos_embed is not None:
             return super()._pos_embed(x)
         # Without `pos_embed` timm's distilled models fail, and its older versions omit the prefix.
@@ -268,7 +269,7 @@ class SwinAdapter(Adapter):
     """A Swin: its encodings of attention act within windows."""
 
     positioned: ClassVar[dict[type, type]] = {SwinTransformer: PositionedSwinTransformer}
-    # The grid is a window, in every image.
+    # The grid of an encoding is a window, the same for images of any size.
     hooks_grid = False
     # Attribute of the relative position bias in layers of attention.
     bias_attribute: ClassVar[str] = "relative_position_bias_table"

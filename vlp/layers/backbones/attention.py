@@ -237,8 +237,8 @@ class PositionedRelPosAttention(PositionedLayer, RelPosAttention):
 class PositionedWindowAttention(WindowAttention):
     """Swin's self-attention within windows, each of which is a grid without prefix.
 
-    Swin's mask of shifted windows and its relative position bias act, too; a table None is no bias.
-    `fused` is as in `attend`.
+    Swin's mask of shifted windows acts, too, and unless the table is None its relative position
+    bias. `fused` is as in `attend`.
     """
 
     positions: nn.ModuleList
@@ -309,6 +309,10 @@ def _attend_within_windows(
     mask: Tensor | None,
     scale: float | None = None,
 ) -> Tensor:
+    """Attend within windows and project the output: (images * windows, T, width).
+
+    bias: (1, heads, T, T), or None; mask: (windows, T, T), or None.
+    """
     if mask is not None:
         bias = mask[:, None] if bias is None else bias + mask[:, None]
         bias = bias.repeat(query.shape[0] // mask.shape[0], 1, 1, 1)

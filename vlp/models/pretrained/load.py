@@ -92,7 +92,10 @@ def check_bert_settings(
 def check_vit(
     source_model: Mapping[str, Any] | nn.Module | None, settings: Mapping[str, Any], source: str
 ) -> list[str]:
-    """Check a ViT's `vit_settings`, or timm model, against the model's; return report notes."""
+    """Check a public ViT against the model's `vit_settings`; return notes for the report.
+
+    source_model: `vit_settings` or timm model of the source; None: unknown.
+    """
     if source_model is None:
         return [_UNKNOWN_HEADS.format(settings["heads"])]
     if isinstance(source_model, nn.Module):
@@ -228,9 +231,9 @@ def check_folder(
 ) -> None:
     """Require the settings of a folder's training that the shapes of its weights do not show.
 
-    processor_folder: folder with the training's processor, to compare pixel normalisation; None
-    compares none, where the folder's processor is used anyway. match_is_trained: compare
-    cross.layout, which the match score depends on.
+    processor_folder: folder with the training's processor, to compare pixel normalisation; None if
+    that processor is used anyway. match_is_trained: compare cross.layout, which the match score
+    depends on.
     """
     keys = ["image.pooling", "image.pooled_layers", "text.pooling", "cross.heads"]
     keys += ["cross.layout"] if match_is_trained else []
@@ -306,7 +309,7 @@ def copy_weights(
     for name in target.keys() - weights.keys():
         matches = [match for pattern in optional if (match := re.match(pattern, name))]
         if matches:
-            initial_parts.add(re.sub(r"\.\d+\.", ".*.", matches[0][0]).rstrip("."))
+            initial_parts.add(re.sub(r"\.\d+\.", ".*.", matches[0].group()).rstrip("."))
         else:
             missing.append(name)
     if missing:
@@ -594,7 +597,10 @@ def load_vit(
     source: str,
     settings: Mapping[str, Any] | nn.Module | None = None,
 ) -> LoadReport:
-    """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled."""
+    """Copy the first blocks of a ViT or DeiT in timm's names; positions are resampled.
+
+    settings: as in `Published`.
+    """
     config = model.config.image
     check_inputs(settings, config, source)
     blocks = {int(block[1]) for key in state if (block := _BLOCK.match(key))}

@@ -10,7 +10,8 @@ from vlp.io import check_hub, may_be_on_hub, similar_path
 CONFIG = "config.json"
 RESULTS = "evaluation"
 
-_OF_RUNS = ("model", "best")
+# Names of the model folders in a run folder.
+_RUN_MODELS = ("model", "best")
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -36,9 +37,10 @@ def results_folder(folder_or_name: str | Path) -> Path:
     if not is_local(folder_or_name):
         return Path(RESULTS) / str(folder_or_name).replace("/", "--")
     resolved = folder.resolve()
-    if resolved.name not in _OF_RUNS or not (resolved.parent / "config.yaml").is_file():
+    if resolved.name not in _RUN_MODELS or not (resolved.parent / "config.yaml").is_file():
         return folder / RESULTS
-    # Training replaces the model folders of a run, so results lie beside them.
+    # Training replaces the model folders of a run, so results lie beside them. A relative path
+    # stays relative unless it leads through links.
     run = folder.parent if folder.absolute() == resolved else resolved.parent
     return run / RESULTS / resolved.name
 

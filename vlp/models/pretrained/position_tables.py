@@ -112,8 +112,8 @@ def _resize_tables(model: VLPModel, trained_config: ModelConfig, state: dict[str
 
 def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[TrainedEncoding]:
     """Yield the encodings of the image tower if its grid differs from the trained grid."""
-    grids = model.config.image.tower_grid, trained_config.image.tower_grid
-    if grids[0] == grids[1] or not trained_config.image.positions:
+    grid, trained_grid = model.config.image.tower_grid, trained_config.image.tower_grid
+    if grid == trained_grid or not trained_config.image.positions:
         return
     blocks = getattr(model.image_encoder.vit, "blocks", ())
     in_layers = _module_lists(trained_config)[_TOWER_LAYERS]
@@ -130,7 +130,7 @@ def _tower_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[T
     for name, paths, trained_path in _common_encodings(model.config, trained_config, layers):
         module = tower.get_submodule(trained_path)
         for path in paths:
-            yield path, f"{name} of the image tower", module, *grids
+            yield path, f"{name} of the image tower", module, grid, trained_grid
 
 
 def _stream_encodings(model: VLPModel, trained_config: ModelConfig) -> Iterator[TrainedEncoding]:

@@ -80,7 +80,7 @@ def timm_names(state: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
 
 
 def timm_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a transformers configuration to the keys of `published.vit_settings`."""
+    """Translate a transformers configuration to the keys of `vit_settings`."""
     activation = config.get("hidden_act", "gelu")
     return {
         "heads": config.get("num_attention_heads", 12),

@@ -47,7 +47,7 @@ def create_backbone(config: BackboneConfig, **options: object) -> nn.Module:
         absolute = config.absolute
         for position in config.positions:
             attach(model, position.name, position.roles, absolute, **position.options)
-            # The first call has dropped them.
+            # The first call drops the absolute positions.
             absolute = "keep"
         if config.absolute == "drop" and not config.positions:
             drop_absolute(model)

@@ -43,13 +43,13 @@ Convert = Callable[..., dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Model:
-    """Definition of a registered model: timm class `of` with `options`, and a position encoding.
+    """Definition of a registered model: `timm_class` with `options`, and a position encoding.
 
     position: name of the encoding, or None; on: roles as of `attach`; absolute: default for the
     model's absolute positions; weights: name of a timm model with public weights that fit.
     """
 
-    of: type[VisionTransformer] | type[SwinTransformer]
+    timm_class: type[VisionTransformer] | type[SwinTransformer]
     options: Mapping[str, Any]
     position: str | None = None
     on: str | None = None
@@ -59,6 +59,7 @@ class _Model:
 
 
 def _irpe(on: str) -> dict[str, Any]:
+    """Return fields of `_Model` for iRPE's final encoding."""
     options = {"mode": "contextual", "shared_heads": True, "ratio": 1.9}
     return {"position": "irpe-product", "on": on, "position_options": options}
 
@@ -109,11 +110,11 @@ def _build(
 ) -> nn.Module:
     if absolute not in ("keep", "drop"):
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
-    if model.of is VisionTransformer:
+    if model.timm_class is VisionTransformer:
         options.setdefault("pos_embed", "learn" if absolute == "keep" else "none")
         # `pos_embed` decides it already; `attach` has nothing to drop.
         absolute = "keep"
-    network: nn.Module = model.of(**options)
+    network: nn.Module = model.timm_class(**options)
     if model.position is None:
         if position_options:
             raise ValueError(f"no encoding to take position_options {dict(position_options)}")
@@ -123,7 +124,7 @@ def _build(
 
 
 def _weights(convert: Convert, state: dict[str, Any], model: nn.Module) -> dict[str, Tensor]:
-    """Convert a checkpoint to the model's state dict; encodings that it lacks stay initial."""
+    """Convert a checkpoint to the model's state dict; missing encodings stay initial."""
     state = state.get("state_dict", state.get("model", state))
     model_state = model.state_dict()
     # Absolute positions, which `absolute="drop"` removes.
@@ -177,7 +178,7 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
     ) -> nn.Module:
         convert: Convert
         features: dict[str, Any]
-        if model.of is VisionTransformer:
+        if model.timm_class is VisionTransformer:
             convert = vision_transformer.checkpoint_filter_fn
             features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
         else:
@@ -195,7 +196,7 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         )
 
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"{model.of.__name__} with {model.position or 'no encoding attached'}."
+    create.__doc__ = f"{model.timm_class.__name__} with {model.position or 'no encoding attached'}."
     return create
 
 
