@@ -45,7 +45,10 @@ GIBIBYTE = 2**30
 
 
 class Block(NamedTuple):
-    """Encoder output for the rows of a block, None without rows; for images also their samples."""
+    """Encoder output `features` of a block, None without usable samples.
+
+    Blocks of images also have the usable samples, a row of the features each, and skipped samples.
+    """
 
     features: Any
     samples: Sequence[SampleInfo] = ()
@@ -83,7 +86,10 @@ def _size(block: Block) -> int:
 
 
 class SampleInfo(NamedTuple):
-    """Metadata of an encoded image's sample; sample_index is its index in `Samples`."""
+    """Metadata of an encoded image's sample.
+
+    sample_index: index in `Samples`. digest: hash of the bytes of an image without `image_id`.
+    """
 
     image_identity: tuple[str, str]
     key: str
@@ -134,12 +140,15 @@ class Collection(NamedTuple):
 
 
 def _pad_rows(rows: Iterable[Sequence[int]]) -> NDArray[np.int64]:
-    padded = list(zip_longest(*rows, fillvalue=PADDING))
-    return np.array(padded, dtype=np.int64).reshape(len(padded), -1).T
+    columns = list(zip_longest(*rows, fillvalue=PADDING))
+    return np.array(columns, dtype=np.int64).T
 
 
 class _ImageBlock(NamedTuple):
-    """Encoder inputs (rows, ...) of a block's usable samples, None without any; skipped samples."""
+    """Encoder inputs (rows, ...) and metadata of a block's usable samples; its skipped samples.
+
+    inputs: None without usable samples.
+    """
 
     inputs: Tensor | None
     samples: list[SampleInfo]
@@ -167,8 +176,8 @@ def _read_images(
 class Encoder:
     """Encoder of fixed blocks of `batch` samples or captions, on one device, with caches.
 
-    `images` and `texts` are caches of blocks, and `text_lengths` (blocks,) the tokens to which
-    blocks of captions are padded. memory: bytes of a cache.
+    `image_blocks` and `text_blocks` are caches, and `text_lengths` (blocks,) the numbers of tokens
+    to which blocks of captions are padded. memory: bytes of each cache.
     """
 
     def __init__(
@@ -186,13 +195,13 @@ class Encoder:
         self.device = device
         self.precision = options.precision
         self._progress = options.progress
-        self.images = BlockCache(self._encode_images, memory)
+        self.image_blocks = BlockCache(self._encode_images, memory)
         self._reader = BlockReader(
             partial(_read_images, samples, loaded.preprocess, options.batch),
             device,
             options.workers,
         )
-        self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
+        self.text_blocks: BlockCache[int] = BlockCache(self._encode_texts, memory)
         # `collect` sets both.
         self._tokens = TextTokens(*(torch.empty(0) for _ in TextTokens._fields))
         self.text_lengths = np.zeros(0, dtype=np.int64)
@@ -201,12 +210,12 @@ class Encoder:
         """Encode all images and captions, with a progress bar; merge samples of one image."""
 
         def encode(block: int) -> Block:
-            encoded = self.images[block]
+            encoded = self.image_blocks[block]
             bar.update(len(range(len(self.samples))[_rows(block, self.batch)]))
             return encoded._replace(features=_unit_features(encoded.features))
 
         # About the number of this rank's samples: ranks share blocks, not samples.
-        total, count = len(processes.share(len(self.samples))), len(self._image_blocks)
+        total, count = len(processes.share(len(self.samples))), len(self._image_block_range)
         quiet = not (self._progress and processes.first)
         with (
             tqdm(total=total, desc=label, disable=quiet) as bar,
@@ -250,16 +259,21 @@ class Encoder:
     def _encode_captions(
         self, texts: list[str], processes: ProcessGroup
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return unit features (T, d) and locations (T, 2), in the order of `texts`."""
+        """Return unit features (T, d), and the block and row of each caption (T, 2).
+
+        Both are in the order of `texts`. Sets `_tokens` and `text_lengths`.
+        """
         tokens = self.loaded.text(texts)
         # Captions of similar length share a block and are padded to its longest: less padding here
         # and in the cross-modal encoder.
         order = tokens.attention_mask.sum(dim=1).argsort(stable=True)
         self._tokens = TextTokens(*(part[order] for part in tokens))
         self.text_lengths = self._block_lengths(self._tokens.attention_mask)
-        blocks = -(-len(texts) // self.batch)
+        num_blocks = -(-len(texts) // self.batch)
         features = np.concatenate(
-            processes.map_blocks(blocks, lambda block: _unit_features(self.texts[block].features))
+            processes.map_blocks(
+                num_blocks, lambda block: _unit_features(self.text_blocks[block].features)
+            )
         )
         # Index of each caption among the captions sorted by length.
         sorted_index = order.argsort().numpy()
@@ -268,17 +282,21 @@ class Encoder:
 
     def prefetch_images(self) -> AbstractContextManager[None]:
         """Prefetch images within the context, for blocks that were evicted from the cache."""
-        return self._reader.prefetch(self._image_blocks)
+        return self._reader.prefetch(self._image_block_range)
 
     @property
-    def _image_blocks(self) -> range:
+    def _image_block_range(self) -> range:
         return range(-(-len(self.samples) // self.batch))
 
     def _block_lengths(self, mask: Tensor) -> NDArray[np.int64]:
-        """Return the tokens (blocks,) of each block's longest caption; `mask` is (T, N), sorted."""
+        """Return the numbers of tokens (blocks,) to which blocks of captions are padded.
+
+        mask: (T, N), True for tokens, of the captions sorted by length.
+        """
         lengths = mask.sum(dim=1).numpy()
         if self.itm_scorer.reads_padding:
             lengths = np.full_like(lengths, mask.shape[1])
+        # A block's last caption is its longest.
         last_rows = np.arange(0, len(lengths), self.batch) + self.batch - 1
         return lengths[last_rows.clip(max=len(lengths) - 1)]
 
@@ -308,15 +326,18 @@ def _unit_features(features: Any) -> NDArray[np.float32]:
     return require_finite(features.feature.float().cpu().numpy())
 
 
-def count_truncated(text: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
-    """Return the number of texts that `text` truncates; 0 if it has no method `count_truncated`."""
-    counter = getattr(text, "count_truncated", None)
+def count_truncated(tokenize: Callable[[Sequence[str]], TextTokens], texts: Sequence[str]) -> int:
+    """Return the number of texts that `tokenize`, such as `Loaded.text`, truncates.
+
+    0 if `tokenize` has no method `count_truncated`.
+    """
+    counter = getattr(tokenize, "count_truncated", None)
     return counter(texts) if counter else 0
 
 
-def warn_if_truncated(text: Callable[[Sequence[str]], TextTokens], caption: str) -> None:
-    """Log a warning if `text` truncates a caption."""
-    if count_truncated(text, [caption]):
+def warn_if_truncated(tokenize: Callable[[Sequence[str]], TextTokens], text: str) -> None:
+    """Log a warning if `tokenize` truncates a text."""
+    if count_truncated(tokenize, [text]):
         logger.warning("the text is longer than max_tokens: the model reads its beginning")
 
 

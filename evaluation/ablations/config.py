@@ -48,7 +48,7 @@ class VariantConfig(Config):
     """One row of the grid: overrides of the training configuration."""
 
     overrides: Overrides = Field({}, description="by dotted key; {seed} is the run's seed")
-    seeds: int | None = Field(None, ge=2, description="only the first so many; null: all")
+    seeds: int | None = Field(None, ge=2, description="number of seeds, the first ones; null: all")
 
 
 class MeasuredConfig(Config):
@@ -79,7 +79,7 @@ class RowConfig(Config):
     """A row of a table: a variant, and the paper's figures for it."""
 
     label: str = Field(description="first cell of the row")
-    variant: str = Field(description="whose figures it has")
+    variant: str = Field(description="variant whose figures the row has")
     view: View = Field("image", description="what {view} in `figures` stands for in this row")
     paper: tuple[float, ...] = Field((), description="the paper's figures, one for each column")
 

@@ -111,8 +111,8 @@ def last_losses(log: Sequence[Mapping[str, Any]], resumes: Sequence[int]) -> dic
     """
     losses: dict[str, list[tuple[float, float]]] = {}
     previous = 0
-    # A log line averages the steps since the previous line, or since a resume after it. Then it
-    # weighs by its share of the steps.
+    # A log line averages the steps since the previous line. After a resume in between, it averages
+    # the steps since the resume only, and its weight is their share. A line without steps weighs 1.
     for row in log:
         step = row["step"]
         start = max([previous, *(resume for resume in resumes if resume < step)])

@@ -74,8 +74,13 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
     if unknown := sorted(set(only) - set(config.variants)):
         names = ", ".join(config.variants)
         raise ConfigError(f"unknown variants {', '.join(unknown)}; there are {names}")
-    seeds = {n: config.seeds[: v.seeds] for n, v in config.variants.items() if n in (only or [n])}
-    order = [(-len(group), row, name) for name, group in seeds.items() for row in range(len(group))]
+    seeds = {
+        name: config.seeds[: variant.seeds]
+        for name, variant in config.variants.items()
+        if not only or name in only
+    }
+    order = [(name, index) for name, group in seeds.items() for index in range(len(group))]
+    order.sort(key=lambda entry: (-len(seeds[entry[0]]), entry[1]))
     file = source.parent / config.training.config
     task = read_values(file)[0].get("task")
     schema: type[RunConfig] = PretrainConfig if task is None else VisionConfig
@@ -83,8 +88,8 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
     if config.fine_tuned is not None:
         schema, subcommand = FinetuneConfig, ["finetune", task["kind"] if task else ""]
     runs = []
-    for _, row, name in sorted(order, key=lambda entry: entry[:2]):
-        seed = seeds[name][row]
+    for name, index in order:
+        seed = seeds[name][index]
         folder = Path(config.output) / name / str(seed)
         overrides = {**config.training.overrides, **config.variants[name].overrides}
         overrides |= {"training.seed": seed, "output": str(folder)}
@@ -202,6 +207,7 @@ def do_runs(
 
 
 def _unfinished(runs: Sequence[Run], evaluation: dict[str, Any] | None) -> list[Run]:
+    """Return the runs without a result of this evaluation; print how many are done."""
     todo = [run for run in runs if run.result(evaluation) is None]
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done")
     return todo

@@ -195,7 +195,7 @@ def lay_out(table: TableConfig, figures: pd.DataFrame, output: Path | None = Non
                 # Empty for the reference, and for views that the figure does not have.
                 is_reference = row.view == "image" and row.variant == table.reference
                 cells.append("" if is_reference or not _has_view(row, names) else "–")
-        cells.append(str(_seeds(figures, row.variant)))
+        cells.append(str(_num_seeds(figures, row.variant)))
         cells += [f"{figure:g}" for figure in row.paper] or [""] * len(table.paper)
         rows.append(cells)
     labels = {head: "" if head == next(iter(table.figures)) else head for head in tested}
@@ -215,6 +215,7 @@ def stored_tables(config: AblationConfig, figures: pd.DataFrame) -> list[Table]:
 
 
 def _tested_figures(table: TableConfig) -> dict[str, Sequence[str]]:
+    """Return the figures whose mean is tested, by head of the difference."""
     head, name = next(iter(table.figures.items()))
     return dict(table.tested) or {head: [name]}
 
@@ -224,7 +225,7 @@ def _has_view(row: RowConfig, names: Sequence[str]) -> bool:
     return row.view == "image" or all("{view}" in name for name in names)
 
 
-def _seeds(figures: pd.DataFrame, variant: str) -> int:
+def _num_seeds(figures: pd.DataFrame, variant: str) -> int:
     return int((figures.index.get_level_values("variant") == variant).sum()) if len(figures) else 0
 
 

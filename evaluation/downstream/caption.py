@@ -92,7 +92,7 @@ class CaptionEvaluation(TaskEvaluation):
     def predict_item(
         self, task: CaptionTask, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return [(caption, probability)], the product over its word pieces and end token."""
+        """Return [(caption, probability)], a product over its word pieces and end token."""
         pixels = task.prepare(images, "", 0, None)
         ids, valid = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
         batch = CaptionBatch(pixels, ids, valid).to(device)

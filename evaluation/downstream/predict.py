@@ -165,6 +165,7 @@ def predict_item(
 
 
 def _require_inputs(source: Downstream | Loaded, num_images: int, text: str | None) -> None:
+    """Raise EvaluationError for a wrong number of images, a missing or an unused text."""
     kind, (count, panels), reads_text = MATCH, (1, 1), True
     if isinstance(source, Downstream):
         kind, reads_text = source.kind, get_task(source.kind).card.text

@@ -39,7 +39,8 @@ from vlp.tasks.retrieval.task import PairsTask
 def sentence_of(row: Mapping[str, Any]) -> str:
     """Return the sentence of an NLVR2 row, by which the official evaluators count consistency.
 
-    By its identifier, equal texts in two sets are two sentences; without one, by its text.
+    Equal texts with identifiers of two sets are two sentences. Without an identifier, equal texts
+    are one sentence.
     """
     parts = str(row.get("identifier") or "").split("-")
     # NLVR2: split-set-pair-sentence.
@@ -181,11 +182,11 @@ class TaskEvaluation:
             )
         return EvaluatedItems(self.merge_rows(rows), skipped)
 
-    def count_truncated(self, text: Callable[..., Any], rows: Sequence[Row]) -> int:
-        """Return the number of rows with a text that the tokenizer `text` truncates."""
+    def count_truncated(self, tokenize: Callable[..., Any], rows: Sequence[Row]) -> int:
+        """Return the number of rows with a text that `tokenize` truncates."""
         if not self.text_field:
             return 0
-        return count_truncated(text, [row[self.text_field] for row in rows])
+        return count_truncated(tokenize, [row[self.text_field] for row in rows])
 
     def merge_rows(self, rows: list[Row]) -> list[Row]:
         """Merge rows of samples that are parts of one item; by default every sample is an item."""

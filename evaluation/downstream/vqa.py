@@ -84,7 +84,7 @@ class VqaEvaluation(TaskEvaluation):
     def predict_item(
         self, task: Vqa, images: Sequence[Image.Image], text: str, device: torch.device
     ) -> list[tuple[str, float]]:
-        """Return [(answer, probability)], the product over its word pieces and end token."""
+        """Return [(answer, probability)], a product over its word pieces and end token."""
         # `remember` reads images and question alone: there are no answers.
         empty = torch.zeros(0, dtype=torch.int64)
         batch = VqaBatch(

@@ -30,7 +30,7 @@ Box = tuple[float, ...]
 
 
 class WordMap(NamedTuple):
-    """A word and its map (rows, columns): share of channel groups that anchor each patch."""
+    """A word and its map (rows, columns): share of channel groups in which a patch anchors it."""
 
     word: str
     heat: NDArray[np.float32]
@@ -106,9 +106,9 @@ def anchor_details(
 
 
 def first_samples(shards: Sequence[str | Path], count: int) -> list[CaptionedSample]:
-    """Return the first `count` usable samples of shard folders."""
+    """Return the first `count` usable samples of shard folders; fewer if there are fewer."""
     if count < 1:
-        raise EvaluationError(f"count {count}: at least one caption is needed")
+        raise EvaluationError(f"count {count}: at least one sample is needed")
     samples = Samples(shards)
     usable: list[CaptionedSample] = []
     for index in range(len(samples)):
@@ -139,7 +139,10 @@ def map_caption(
     device: torch.device,
     features: ImageFeatures | None = None,
 ) -> AnchorMap:
-    """Compute anchor maps of a sample's first caption; `features` saves encoding the image."""
+    """Compute anchor maps of a sample's first caption.
+
+    features: of the sample's image; None: it is encoded here.
+    """
     model, caption = loaded.model, sample.captions[0]
     with torch.no_grad():
         image = features or encode_image(loaded, sample.image, device)

@@ -60,9 +60,10 @@ def draw_anchor_maps(maps: Sequence[AnchorMap], path: str | Path) -> Path:
 def draw_anchor_detail(detail: AnchorDetail, path: str | Path, groups: int = 8) -> Path:
     """Draw all maps of one image and caption into a file.
 
-    The first row has the image and the caption's Grad-CAM map. The row of a word has the share of
-    channel groups that anchor each patch, the Grad-CAM map (all words have one scale), and the
-    anchor paths of the first `groups` groups: dots are anchors, clear patches are not reachable.
+    The first row has the image and the caption's Grad-CAM map. The row of a word has for each patch
+    the share of channel groups in which it anchors the word, the Grad-CAM map (all words have one
+    scale), and the anchor paths of the first `groups` groups: dots are anchors, clear patches are
+    not reachable.
     """
     path_groups = min(groups, detail.path.shape[1])
     width, height = detail.image.size
@@ -79,7 +80,8 @@ def draw_anchor_detail(detail: AnchorDetail, path: str | Path, groups: int = 8) 
     titles = ["anchors", "Grad-CAM", *(f"path, group {group}" for group in range(path_groups))]
     for panel, title in zip([*axes[0, :2], *axes[1]], ["image", "Grad-CAM, caption", *titles]):
         panel.set_title(title, fontsize=8, pad=3)
-    # One scale for all words, so that maps compare. 1.01: a scale for paths that are all 1.
+    # One scale for all words, so that maps compare. At least 1.01, as a scale
+    # from 1 to 1 would be empty.
     max_heat, longest = detail.gradcam.max(), float(max(detail.path.max(initial=1), 1.01))
     for row, (word, boxes) in enumerate(zip(detail.words, detail.boxes)):
         first, second, *others = axes[row + 1]
@@ -90,6 +92,7 @@ def draw_anchor_detail(detail: AnchorDetail, path: str | Path, groups: int = 8) 
         _draw_gradcam(second, detail, detail.gradcam[row], max_heat, boxes)
         for group, panel in enumerate(others):
             _draw_path(panel, detail, row, group, longest)
+    # Name, colours, range of values, and columns of panels.
     scales: list[tuple[str, str, float, float, slice]] = [
         ("anchors", SHARE_COLOURS, 0, 1, slice(1)),
         ("Grad-CAM", GRADCAM_COLOURS, 0, 1, slice(1, 2)),

@@ -91,7 +91,7 @@ def evaluate_foils(
 
 
 def examples(result: Result, count: int) -> Iterator[str]:
-    """Yield `count` pairs of each kind as text: kind, caption, foil, and scores of both."""
+    """Yield at most `count` pairs of each kind as text: kind, caption, foil, and scores of both."""
     for kind in FOIL_KINDS:
         # One pair per image, as captions of an image have similar foils.
         by_image: dict[str, dict[str, Any]] = {}
@@ -130,7 +130,11 @@ def _prepare(
 def _score_pairs(
     loaded: Loaded, examples: Sequence[tuple[Item, FoiledImage]], device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row with scores for each (caption, foil) with different tokens."""
+    """Yield a row for each caption and foil with different tokens.
+
+    Its scores are [of the caption, of the foil] by name of the scorer.
+    """
+    # (index of the image, caption, foil, kind).
     foils = [
         (image, *foil) for image, (_, example) in enumerate(examples) for foil in example.foils
     ]

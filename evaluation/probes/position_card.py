@@ -29,7 +29,7 @@ from vlp.positions.options import SIZES
 WIDTH, HEADS = 64, 2
 # Random contents over which logits are averaged.
 NUM_CONTENTS = 64
-# Above the initial values of tables, except for constants that options set.
+# Initial values of tables are smaller, except for constants that options set.
 MAX_INITIAL = 0.1
 CONTENT_BIASES = ("cope", "sape")
 HOOKS = {
@@ -84,6 +84,7 @@ def draw_map(name: str, grid: tuple[int, int], options: Mapping[str, Any], file:
     """Draw the map of an encoding as a PNG; a cross marks the query patch."""
     from matplotlib.figure import Figure
 
+    # A patch off the centre and off the diagonal.
     query = (grid[0] * 2 // 7, grid[1] * 5 // 14)
     try:
         kind, values = position_map(name, grid, query, **options)
@@ -182,5 +183,7 @@ def position_list() -> str:
 
 
 def _summary(name: str) -> str:
+    """Return what distinguishes an encoding, and the first paragraph of its class's docstring."""
+    # Without the names of encodings in front of the paragraph: "`name`, `name`: ".
     text = (inspect.getdoc(position_class(name)) or "").split("\n\n")[0].replace("\n", " ")
     return VARIANTS.get(name, "") + re.sub(r"^(`[^`]*`(, )?)+: ", "", text)

@@ -182,6 +182,7 @@ def _score(
     images = model.encode_image(torch.cat([swap.pixels for swap in swaps]).to(device))
     tokens = loaded.text([caption for swap in swaps for caption in swap.captions])
     texts = model.encode_text(*(part.to(device) for part in tokens))
+    # Image and caption of all four pairs of each swap, (4 * swaps,).
     image = torch.arange(2 * count, device=device).view(count, 2, 1).expand(-1, -1, 2).flatten()
     caption = torch.arange(2 * count, device=device).view(count, 1, 2).expand(-1, 2, -1).flatten()
     # Under autocast the cosines would be bf16, with many ties.
@@ -204,16 +205,17 @@ def _word_scores(
 ) -> torch.Tensor:
     """Compute the log-probability of each caption's masked `differing_words`: (pairs,).
 
-    image, caption: indices (pairs,) in `images` and `tokens`.
+    image, caption: indices (pairs,) in `images` and `tokens`, which has the two captions of each
+    swap in turn.
     """
     model, device = loaded.model, image.device
-    pairs = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
-    mask = torch.cat([differing_words(ids, word_mask) for ids, word_mask in pairs])
-    masked_ids = tokens.text_ids.masked_fill(mask, loaded.text.mask_id)
+    swaps = zip(tokens.text_ids.split(2), tokens.word_mask.split(2))
+    is_differing = torch.cat([differing_words(ids, word_mask) for ids, word_mask in swaps])
+    masked_ids = tokens.text_ids.masked_fill(is_differing, loaded.text.mask_id)
     texts = model.encode_text(*(part.to(device) for part in tokens._replace(text_ids=masked_ids)))
     # `word_mask` still marks the masked words, as in training.
     states = model.cross(images.select(image), texts.select(caption), need_image=False)
     logits = head.to(device)(states.text, model.text_encoder.word_table)
     all_log_p = logits.float().log_softmax(-1)
     log_p = all_log_p.gather(-1, tokens.text_ids.to(device)[caption, :, None]).squeeze(-1)
-    return (log_p * mask.to(device)[caption]).sum(-1)
+    return (log_p * is_differing.to(device)[caption]).sum(-1)

@@ -61,8 +61,8 @@ CONTROLS = ("image attention", "mean box", "centre")
 def last_attention(encoder: nn.Module, grid: tuple[int, int]) -> Iterator[list[Tensor]]:
     """Collect the attention of [CLS] in the last block of a timm transformer, mean over heads.
 
-    Each call appends (B, rows * columns), averaged to `grid`. The list stays empty if the encoder
-    has no attention of timm.
+    Each call of the encoder appends (B, rows * columns), averaged to `grid`, to the list that the
+    context yields. It stays empty if the encoder has no attention of timm.
     """
     maps: list[Tensor] = []
     attentions = [
@@ -552,6 +552,8 @@ def score_words(
 
 
 def _figures(words: Sequence[WordPointing], resamples: int) -> KindFigures:
+    """Compute the figures of the words of one kind."""
+
     def column(name: str) -> NDArray[np.float64]:
         return np.array([getattr(word, name) for word in words], dtype=float)
 

@@ -81,7 +81,7 @@ class Gallery:
                 self._features = torch.from_numpy(stored["features"]).to(self.encoder.device)
                 self._sample_indices = stored["samples"]
             # Code that the hash does not cover, such as a plugin's, may have changed: compare one
-            # feature. Another precision changes it by less than this.
+            # image's feature. Another precision alone leaves a cosine above this threshold.
             first = self._encoded[0].features.feature[0].float()
             return bool(first @ self._features[0] > 0.999)
         # A damaged file raises errors of many classes; its CRC-32 finds damage in the arrays.
@@ -136,9 +136,10 @@ class Gallery:
 
     def _match(self, indices: list[int], query: TextFeatures) -> list[float]:
         """Return the match log-odds of images with the query, a batch of one."""
-        rows = [self._encoded[index].features for index in indices]
-        images = ImageFeatures(*map(torch.cat, zip(*rows, strict=True)))
-        query_row = torch.zeros(len(rows), dtype=torch.int64, device=self.encoder.device)
+        features = [self._encoded[index].features for index in indices]
+        # Each field of `ImageFeatures`, concatenated over the images.
+        images = ImageFeatures(*map(torch.cat, zip(*features, strict=True)))
+        query_rows = torch.zeros(len(indices), dtype=torch.int64, device=self.encoder.device)
         with evaluation_autocast(self.encoder.device, self.encoder.precision):
-            log_odds = self.loaded.model.match(images, query.select(query_row))
+            log_odds = self.loaded.model.match(images, query.select(query_rows))
         return require_finite(log_odds.float()).tolist()

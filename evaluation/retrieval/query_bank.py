@@ -19,8 +19,8 @@ _CANDIDATE_CHUNK, _QUERY_CHUNK = 1024, 8192
 def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """Return temperature * log mean over queries q of exp(cos(q, candidate) / temperature).
 
-    candidate, bank: unit features (., d), the bank's of the queries q. A small temperature weights
-    the nearest queries. Returns (candidates,) float32, in units of the similarity.
+    candidate, bank: unit features (., d) of the candidates and of the bank's queries q. A small
+    temperature weights the nearest queries. Returns (candidates,) float32, in units of similarity.
     """
     # Of the mean, not the sum, so that the log-mass does not grow with the bank.
     log_count = torch.tensor(float(len(bank))).log()
@@ -37,7 +37,7 @@ def log_mass(candidate: Tensor, bank: Tensor, temperature: float) -> Tensor:
 def normalised_features(
     query: Tensor, candidate: Tensor, bank: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return features (., d + 1); their products are similarities minus the log-mass."""
+    """Return query and candidate features (., d + 1), with products of similarity - log-mass."""
     # The additional channel subtracts the log-mass, so that `search` needs no change.
     ones = query.new_ones(len(query), 1)
     masses = log_mass(candidate, bank, temperature).to(candidate)

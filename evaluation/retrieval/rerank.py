@@ -80,7 +80,8 @@ def _search_chunk(
         similarities = similarity(query, candidate[start : start + candidate_chunk])
         # Ties and NaN count against the model.
         is_ahead = ~(similarities < best[:, None])
-        # Positives are not counted.
+        # Positives are not counted. `column` of a positive in another chunk, or of padding, is
+        # outside this chunk.
         column = positives - start
         row, entry = ((column >= 0) & (column < similarities.shape[1])).nonzero(as_tuple=True)
         is_ahead[row, column[row, entry]] = False
@@ -96,7 +97,7 @@ def _search_chunk(
 
 
 def _best_similarity(query: Tensor, candidate: Tensor, positives: Tensor) -> Tensor:
-    """Return each query's similarity to its best positive, (queries,); -inf if every one is NaN."""
+    """Return each query's similarity to its best positive, (queries,); -inf if all are NaN."""
     best = torch.full((len(query),), -torch.inf, device=query.device)
     for indices in positives.T:
         features = candidate[indices.clamp(min=0)]
@@ -132,16 +133,17 @@ class CandidatePairs(NamedTuple):
 
 def nearest_pairs(text_to_image: Search, image_to_text: Search) -> CandidatePairs:
     """Return pairs in the top of either direction, each once, sorted by image, then text."""
-    text = np.arange(len(text_to_image.nearest))[:, None]
+    num_texts = len(text_to_image.nearest)
+    text = np.arange(num_texts)[:, None]
     image = np.arange(len(image_to_text.nearest))[:, None]
+    # A pair as one integer, image * num_texts + text, to sort pairs and drop repeated ones.
     codes = np.concatenate(
         [
-            (text_to_image.nearest * len(text) + text).ravel(),
-            (image * len(text) + image_to_text.nearest).ravel(),
+            (text_to_image.nearest * num_texts + text).ravel(),
+            (image * num_texts + image_to_text.nearest).ravel(),
         ]
     )
-    unique = np.unique(codes)
-    return CandidatePairs(unique // len(text), unique % len(text))
+    return CandidatePairs(*np.divmod(np.unique(codes), num_texts))
 
 
 def match_pairs(
@@ -152,7 +154,7 @@ def match_pairs(
     match_batch: int,
     *,
     processes: ProcessGroup | None = None,
-    on_batch: Callable[[int], object] = lambda pairs: None,
+    on_batch: Callable[[int], object] = lambda num_pairs: None,
 ) -> NDArray[np.float32]:
     """Compute the match scores of pairs, (P,) float32; processes split the batches.
 
@@ -194,7 +196,7 @@ def look_up(
 ) -> NDArray[np.float32]:
     """Return the match scores of (image, text) pairs, in the shape that both index arrays share.
 
-    match_scores: (P,), of `pairs`, which must contain every (image, text).
+    match_scores: (P,), of `pairs`, which are sorted and must contain every (image, text).
     """
     index = np.searchsorted(pairs.image * num_texts + pairs.text, image * num_texts + text)
     return match_scores[index]
@@ -203,9 +205,10 @@ def look_up(
 def reranked_ranks(
     dual: Search, scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return ranks (queries,) from 0, the nearest candidates sorted by `scores` (queries, top).
+    """Return each query's rank, from 0, of its best positive after re-ranking: (queries,).
 
-    Ties and NaN count against the model. positives: (queries, max_positives), padded with -1.
+    scores: (queries, top), by which the nearest candidates are sorted; ties and NaN count against
+    the model. positives: (queries, max_positives), padded with -1.
     """
     is_positive = _is_positive(dual.nearest, positives)
     # `initial` is the maximum without candidates (top = 0).
@@ -221,9 +224,10 @@ def reranked_ranks(
 def listwise_losses(
     nearest: NDArray[np.int64], scores: NDArray[np.floating], positives: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return -log softmax of each query's positives among its nearest, (queries,) in nats.
+    """Return each query's -log probability of its positives, (queries,) in nats.
 
-    nearest, scores: (queries, top). NaN where no positive is among the nearest.
+    Probabilities are the softmax of `scores` (queries, top) over the query's `nearest` candidates.
+    NaN where no positive is among the nearest.
     """
     is_positive = _is_positive(nearest, positives)
     scores = scores.astype(np.float64)
@@ -259,8 +263,8 @@ class EncodedBlocks(Protocol):
     """Part of `Encoder` that re-ranking reads: encoded blocks, and the scorer of their pairs."""
 
     itm_scorer: ITMScorer
-    images: BlockCache[int]
-    texts: BlockCache[int]
+    image_blocks: BlockCache[int]
+    text_blocks: BlockCache[int]
     text_lengths: NDArray[np.int64]
     batch: int
     device: torch.device
@@ -312,7 +316,7 @@ class PairScorer:
             # Freed before the next image is prepared, so that only one is in memory.
             self._prepared_image = (-1, None)
             block, row = self.collection.image_location[image]
-            features = self.encoded.images[int(block)].features
+            features = self.encoded.image_blocks[int(block)].features
             image_features = features.select(torch.tensor([row], device=self.encoded.device))
             self._prepared_image = (image, self.encoded.itm_scorer.prepare_image(image_features))
         return self._prepared_image[1]
@@ -322,7 +326,7 @@ class PairScorer:
         if self._prepared_bucket[0] != bucket:
             self._prepared_bucket = (-1, None)
             blocks = np.flatnonzero(self._bucket_of_block == bucket)
-            features = (self.encoded.texts[int(block)].features for block in blocks)
+            features = (self.encoded.text_blocks[int(block)].features for block in blocks)
             prepared = [self.encoded.itm_scorer.prepare_texts(part) for part in features]
             bucket_start = int(blocks[0]) * self.encoded.batch
             self._prepared_bucket = (bucket, (bucket_start, type(prepared[0]).stack(prepared)))
@@ -335,11 +339,11 @@ def assign_buckets(lengths: NDArray[np.int64], batch: int, max_tokens: int) -> N
     lengths: (blocks,) tokens to which a block is padded, non-decreasing. max_tokens: maximum tokens
     of a bucket's texts, padded to its longest block; a single block may exceed it.
     """
-    bucket = np.zeros(len(lengths), dtype=np.int64)
-    # First block of the current bucket.
-    first = 0
+    buckets = np.zeros(len(lengths), dtype=np.int64)
+    # Number of the current bucket, and its first block.
+    bucket, first = 0, 0
     for block, length in enumerate(lengths):
-        if (block + 1 - first) * batch * length > max_tokens:
-            first = block
-        bucket[block] = bucket[block - 1] + (first == block) if block else 0
-    return bucket
+        if block > first and (block + 1 - first) * batch * length > max_tokens:
+            bucket, first = bucket + 1, block
+        buckets[block] = bucket
+    return buckets

@@ -93,10 +93,11 @@ def positive_ranks(
         match_scores = _match_scores(encoded, collection, searches, match_batch, processes, quiet)
         for direction in DIRECTIONS:
             dual, direction_positives = searches[direction], positives[direction]
-            scores = match_scores[direction]
-            losses["match", direction] = listwise_losses(dual.nearest, scores, direction_positives)
+            match = match_scores[direction]
+            losses["match", direction] = listwise_losses(dual.nearest, match, direction_positives)
             if add_match_stage:
-                all_ranks["match", direction] = reranked_ranks(dual, scores, direction_positives)
+                all_ranks["match", direction] = reranked_ranks(dual, match, direction_positives)
+            scores = match
             # Training draws ITM negatives in proportion to exp(similarity / temperature), so the
             # log-odds compare a pair with similar negatives only; the sum, with all candidates.
             if temperature is not None:
@@ -104,7 +105,7 @@ def positive_ranks(
                 losses["dual", direction] = listwise_losses(
                     dual.nearest, scaled, direction_positives
                 )
-                scores = scores + scaled
+                scores = match + scaled
                 losses["rerank", direction] = listwise_losses(
                     dual.nearest, scores, direction_positives
                 )
@@ -166,7 +167,7 @@ class StoredSamples(Samples):
             return super()._image(index, data, where, min_size)
         folder, shard, sample, _ = self._items.locate(index)
         # `views` raises BadSample if the image could not be encoded, DataError if it has changed.
-        self._stored[folder].views(shard, sample, data, False, where)
+        self._stored[folder].views(shard, sample, data, may_flip=False, where=where)
         return self._stored[folder].read(shard, sample, view=0)
 
 
@@ -236,7 +237,7 @@ class RetrievalResult(Result):
             rows.append([f"{ARROWS[direction]}, chance", *(f"{100 * c:.1f}" for c in chances)])
         for stage in self.stages:
             label = self._label(stage, max(images, texts))
-            rows.append([f"both, {label}", "", "", "", self.mean(stage).percent()])
+            rows.append([f"both, {label}", *[""] * len(RECALL_AT), self.mean(stage).percent()])
         title = f"Retrieval: {images} images, {texts} captions"
         return Table(title, ["", *columns], rows, self.table_notes())
 
@@ -271,7 +272,7 @@ def evaluate_retrieval(
     bank: Sequence[str | Path] = (),
     bank_temperature: float = BANK_TEMPERATURE,
 ) -> RetrievalResult:
-    """Evaluate recall on the shards; the same for any number of ranks.
+    """Evaluate recall on the shards; the same for any number of processes.
 
     Args:
         shards: shard folders, evaluated as one set. Samples of the same source and image_id are one
@@ -390,6 +391,7 @@ def _collection_notes(collection: Collection) -> list[str]:
     """Return notes on captions of several images, byte-identical images and truncated captions."""
     notes = []
     images_of_text, _ = collection.positives()
+    # The second column, if there is one, holds a caption's second image.
     if num_common := int((images_of_text[:, 1:2] != PADDING).sum()):
         notes.append(f"{num_common} captions also describe another image: correct for both.")
     if collection.copies:
@@ -406,7 +408,7 @@ def _figures(
 ) -> dict[tuple[str, str, str], Figure]:
     """Compute recall at each k and the means, with intervals from the same resamples of images."""
     images, texts = len(collection.image_features), len(collection.text_features)
-    captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
+    num_captions = np.bincount(collection.image_of_text, minlength=images).astype(np.float64)
     num_positives = [(indices != PADDING).sum(axis=1) for indices in collection.positives()]
     chances = {
         "text_to_image": [chance_recall(num_positives[0], images, k) for k in RECALL_AT],
@@ -422,7 +424,7 @@ def _figures(
             for k in RECALL_AT:
                 is_hit = all_ranks[stage, direction] < k
                 hit_columns.append(np.bincount(query_image, is_hit, minlength=images))
-                query_columns.append(captions if by_text else np.ones(images))
+                query_columns.append(num_captions if by_text else np.ones(images))
         hits, queries = np.stack(hit_columns, axis=1), np.stack(query_columns, axis=1)
         point = _with_means(hits.sum(axis=0, keepdims=True) / queries.sum(axis=0))[0]
         resampled = _with_means(bootstrap_means(hits, queries, resamples=resamples))
