@@ -68,9 +68,9 @@ def align(
     # Before any image is encoded, so that an unusable configuration fails at once.
     task, data = build(config)
     warn_if_emulated("training.precision", config.training.precision)
-    total = data.batches_left(0, epochs)
-    if not task.model.image_encoder.frozen or not _repeats_images(config, data, total):
-        return _align(config, task, data, total, out, shrinkage)
+    num_batches = data.batches_left(0, epochs)
+    if not task.model.image_encoder.frozen or not _repeats_images(config, data, num_batches):
+        return _align(config, task, data, num_batches, out, shrinkage)
     del task, data
     folder = out / ".features"
     is_bf16 = config.training.precision == "bf16"
@@ -79,44 +79,53 @@ def align(
     )
     header = writer.header
     samples = sum(source.samples for source in header.sources)
-    size = 2 * samples * header.tokens * header.width
+    size = 2 * samples * header.tokens * header.width  # 2 bytes for each channel of a token
     print(f"{folder}: {size / 1e9:.2g} GB of stored features until the model is written")
     writer.write(FEATURE_BATCH, config.data.workers)
     del writer  # and its model
     data_config = config.data.model_copy(update={"features": str(folder)})
     task, data = build(config.model_copy(update={"data": data_config}))
-    result = _align(config, task, data, total, out, shrinkage)
+    result = _align(config, task, data, num_batches, out, shrinkage)
     shutil.rmtree(folder)
     return result
 
 
-def _repeats_images(config: PretrainConfig, data: Any, total: int) -> bool:
+def _repeats_images(config: PretrainConfig, data: Any, num_batches: int) -> bool:
     """Return whether the tower would encode each image more than twice on average."""
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False
     images = sum(index.shards.total for index in data.indices)
-    return total * config.training.batch > 2 * images
+    return num_batches * config.training.batch > 2 * images
 
 
 def _align(
-    config: PretrainConfig, task: Any, data: Any, total: int, out: Path, shrinkage: float | None
+    config: PretrainConfig,
+    task: Any,
+    data: Any,
+    num_batches: int,
+    out: Path,
+    shrinkage: float | None,
 ) -> tuple[int, VLPModel]:
+    """Solve the projections on the first `num_batches` batches, and write the model folder.
+
+    Returns the number of pairs, and the model.
+    """
     model: VLPModel = task.model.eval()
     device = distributed.default_device()
     model.to(device)
     image, text = model.image_encoder, model.text_encoder
     sizes = image.projection.in_features, text.projection.in_features
     train_moments, validation_pairs = PairMoments(*sizes), _ValidationPairs(*sizes)
-    full_length = torch.zeros((), dtype=torch.int64, device=device)
-    stream = data.batches(stop_after=total)
-    for batch, _ in tqdm(stream, total=total, unit="batch", leave=False, disable=None):
+    num_full_texts = torch.zeros((), dtype=torch.int64, device=device)
+    stream = data.batches(stop_after=num_batches)
+    for batch, _ in tqdm(stream, total=num_batches, unit="batch", leave=False, disable=None):
         inputs = batch.to(device)
         with task.autocast(device):
-            patches = image(inputs.pixels)
-            words = text(inputs.text_ids, inputs.attention_mask)
+            image_states = image(inputs.pixels)
+            text_states = text(inputs.text_ids, inputs.attention_mask)
         pooled_states = (
-            image.pool(patches.float()),
-            pool_states(words.float(), config.model.text.pooling, inputs.attention_mask),
+            image.pool(image_states.float()),
+            pool_states(text_states.float(), config.model.text.pooling, inputs.attention_mask),
         )
         is_validation = inputs.image_ids % VALIDATION_INTERVAL == 0
         train_moments.add(*(states[inputs.valid & ~is_validation] for states in pooled_states))
@@ -124,7 +133,7 @@ def _align(
             *(values[inputs.valid & is_validation] for values in (*pooled_states, inputs.pair_ids))
         )
         lengths = inputs.attention_mask[inputs.valid].sum(1)
-        full_length += (lengths == config.model.text.max_tokens).sum()
+        num_full_texts += (lengths == config.model.text.max_tokens).sum()
     moments = train_moments + validation_pairs.moments
     try:
         if shrinkage is None:
@@ -133,15 +142,16 @@ def _align(
     except ValueError as error:
         raise ConfigError(f"data.sources: {error}") from error
     means = moments.mean_and_covariance()[0].split(sizes)
-    tokens = (model.image_tokens, model.text_tokens) if config.model.token_projection else ()
+    has_tokens = config.model.token_projection
+    token_layers = (model.image_tokens, model.text_tokens) if has_tokens else ()
     for layer, projection in zip((image.projection, text.projection), projections):
         layer.weight.copy_(projection.weight)
         layer.bias.copy_(projection.bias)
-    for layer, projection, mean in zip(tokens, projections, means):
+    for layer, projection, mean in zip(token_layers, projections, means):
         _init_token_projection(layer, projection, mean)
     task.save_model(out, task.state_dict())
-    if full_length:
-        share = full_length.item() / moments.count
+    if num_full_texts:
+        share = num_full_texts.item() / moments.count
         print(f"{share:.1%} of the texts have model.text.max_tokens or more and are truncated")
     return moments.count, model
 
@@ -160,7 +170,10 @@ class _ValidationPairs:
         self.moments.add(x, y)
 
     def best_shrinkage(self, train_moments: PairMoments, channels: int) -> float:
-        """Return the value of `SHRINKAGES` that ranks the pairs best, solved on other images."""
+        """Return the value of `SHRINKAGES` that, solved on other images, ranks the pairs best.
+
+        For fewer than `MIN_IMAGES` images it is `DEFAULT_SHRINKAGE`.
+        """
         if not self._pairs:
             return DEFAULT_SHRINKAGE
         x, y, pair_ids = (torch.cat(values) for values in zip(*self._pairs))

@@ -69,9 +69,9 @@ def build(config: PretrainConfig) -> tuple[Any, Any]:
     return task, data
 
 
-def run_pretraining(config: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
+def run_pretraining(path: Path, overrides: Sequence[str] = (), resume: bool = False) -> int:
     """Run one rank of a pretraining; returns the exit code (see `vlp.training.command`)."""
-    return run_training(config, PretrainConfig, overrides, resume, build, build_validation)
+    return run_training(path, PretrainConfig, overrides, resume, build, build_validation)
 
 
 # Samples of the validation's trial before the training.
@@ -113,7 +113,7 @@ def build_validation(
         return recalls(loaded, validation, limit, config) | losses(batches)
 
     every = training.evaluate_every or training.count_steps(data.batches_in_epoch(0))
-    best = BestCheckpoint(validate, "mean", every, None, validation.model_dump_json())
+    best = BestCheckpoint(validate, "mean", every, validation_data=validation.model_dump_json())
     try:
         best.require_metric(validate(task.state_dict, _TRIAL_SAMPLES, 1))
     except EvaluationError as error:
@@ -158,8 +158,8 @@ def recalls(
 class ValidationLosses:
     """Losses of the first global batches of held-out shards, averaged over pairs.
 
-    Images are not augmented; hard negatives and masks are drawn as in step 0. With a
-    momentum teacher, the losses use its queue of training keys, but not its soft targets.
+    Images are not augmented; hard negatives and masks are drawn as in the first epoch. With a
+    momentum teacher, the losses use its keys of these batches, but not its queue or soft targets.
     """
 
     def __init__(
@@ -193,7 +193,8 @@ class ValidationLosses:
                 names = ["total", *output.losses]
                 losses.append(torch.stack([output.loss, *output.losses.values()]))
                 pairs.append(distributed.global_sum(batch.valid.sum()))
-        values, weights = torch.stack(losses).float().cpu(), torch.stack(pairs).float().cpu()
+        values = torch.stack(losses).float().cpu()  # (batches, names)
+        weights = torch.stack(pairs).float().cpu()  # (batches,)
         means = distributed.mean_over_ranks(weights @ values / weights.sum().clamp(min=1))
         return {f"loss/{name}": value for name, value in zip(names, means.tolist())}
 

@@ -54,15 +54,15 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
 
     [source] = read_sources([folder])
     starts: list[dict[str, Any]] = read_starts(folder)["starts"]
-    steps = [line for line in source.log if "samples" in line]
+    step_lines = [line for line in source.log if "samples" in line]
     owner = owner_of(folder)
     if owner is None:
         yield str(folder), list(training_summary(source))
     else:
         total = starts[-1].get("total_steps") if starts else None
-        yield f"{folder}, written by {owner}", list(_running_rows(steps, total))
+        yield f"{folder}, written by {owner}", list(_running_rows(step_lines, total))
     validations = [line for line in source.log if "validation/mean" in line]
-    for title, lines in (("last figures", steps), ("last validation", validations)):
+    for title, lines in (("last figures", step_lines), ("last validation", validations)):
         if lines:
             numbers = {k: v for k, v in lines[-1].items() if isinstance(v, int | float)}
             yield title, [(name, f"{value:.4g}") for name, value in numbers.items()]
@@ -73,16 +73,16 @@ def _run_tables(folder: Path) -> Iterator[tuple[str, Sequence[tuple[str, str]]]]
 
 
 def _running_rows(
-    steps: Sequence[Mapping[str, Any]], total: int | None
+    lines: Sequence[Mapping[str, Any]], total: int | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the step of an active run and the time left, by the pace of the last two log lines."""
-    if not steps:
+    if not lines:
         yield "step", f"0 of {total}, none logged yet"
         return
-    last = steps[-1]
+    last = lines[-1]
     yield "step", f"{last['step']} of {total}"
-    if len(steps) > 1 and total:
-        previous = steps[-2]
+    if len(lines) > 1 and total:
+        previous = lines[-2]
         pace = (last["seconds"] - previous["seconds"]) / max(last["step"] - previous["step"], 1)
         yield "time left", f"{(total - last['step']) * pace / 3600:.2f} h, {pace:.3g} s a step"
 
@@ -92,7 +92,8 @@ def _start_rows(start: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for item in start.get("devices", []):
         yield "ranks", f"{item['ranks']} on {item['host']}, {item['device']}"
     for item in start.get("git", []):
-        yield "commit", f"{item['repository']} {item['commit']}{' + changes' * item['changed']}"
+        changes = " + changes" if item["changed"] else ""
+        yield "commit", f"{item['repository']} {item['commit']}{changes}"
     versions = start.get("versions", {})
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     data = start.get("data", {})

@@ -87,11 +87,11 @@ def plan(
         "teacher": sum(_numel(teacher.parameters()) for teacher in task.teachers()),
     }
     stages = {stage: stage_memory(task, stage, gpus, training.precision) for stage in range(4)}
-    steps, rate = _steps(settings, pairs), measured_rate(settings, gpus)
+    steps, measurement = _steps(settings, pairs), measured_rate(settings, gpus)
     source = ""
-    if pairs_per_second is None and rate is not None:
-        pairs_per_second = rate[1]
-        source = f", measured on one H200 with {rate[0]} pairs"
+    if pairs_per_second is None and measurement is not None:
+        measured_batch, pairs_per_second = measurement
+        source = f", measured on one H200 with {measured_batch} pairs"
     step_pairs = training.batch * training.gradient_accumulation_steps
     seconds = None
     if steps is not None and pairs_per_second is not None:
@@ -102,13 +102,11 @@ def plan(
     configured_stage = 0
     if training.deepspeed is not None:
         configured_stage = int(deepspeed_config(training, gpus)["zero_optimization"]["stage"])
-    rows = [
-        [
-            f"{'DDP, ' * (not stage)}ZeRO {stage}{' (configured)' * (stage == configured_stage)}",
-            *(f"{part / 1e9:.2f}" for part in (*memory, sum(memory))),
-        ]
-        for stage, memory in stages.items()
-    ]
+    rows = []
+    for stage, memory in stages.items():
+        title = "DDP, ZeRO 0" if stage == 0 else f"ZeRO {stage}"
+        title += " (configured)" if stage == configured_stage else ""
+        rows.append([title, *(f"{part / 1e9:.2f}" for part in (*memory, sum(memory)))])
     print("\n".join(align([header, *rows])))
     print("Activations, batches, buckets of gradients and gathered weights come on top.\n")
     print(f"steps: {'unknown, give --pairs' if steps is None else f'{steps:,}'}")
@@ -147,13 +145,13 @@ def stage_memory(task: Pretraining, stage: int, ranks: int, precision: Precision
     trained = FLOAT * _numel(p for p in task.parameters() if p.requires_grad)
     shard = trained / ranks
     is_replicated = stage == 0 or ranks == 1
-    weights = size / (ranks if stage == 3 else 1) + (0 if is_replicated else shard)
+    weights = (size / ranks if stage == 3 else size) + (0 if is_replicated else shard)
+    gradients = shard if stage >= 2 else trained
+    moments = 2 * (shard if stage >= 1 else trained)
     teacher = float(sum(_teacher_bytes(teacher, precision) for teacher in task.teachers()))
     if task.teacher:
         teacher += sum(tensor.nbytes for tensor in task.teacher.queue.state_dict().values())
-    return StageMemory(
-        weights, shard if stage > 1 else trained, 2 * (shard if stage else trained), teacher
-    )
+    return StageMemory(weights, gradients, moments, teacher)
 
 
 def _teacher_bytes(teacher: nn.Module, precision: Precision) -> int:

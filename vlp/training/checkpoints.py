@@ -112,7 +112,7 @@ class Checkpoints:
         error = self._write_future.exception() if self._write_future else None
         self._write_future = None
         if error is not None and not isinstance(error, OSError | ConfigError):
-            raise error
+            raise error  # a defect; the other ranks end when rank 0 does
         failures = distributed.all_gather_object(None if error is None else str(error))
         failure = next((message for message in failures if message is not None), None)
         if failure is not None:
@@ -199,7 +199,7 @@ class Checkpoints:
             )
 
     def _is_whole(self, name: str) -> bool:
-        """Return whether all files have their checksums; rename a damaged one to `.corrupt`."""
+        """Return whether all files have their checksums; else rename the checkpoint."""
         folder, corrupt = self._folder / name, self._folder / f"{name}{CORRUPT}"
         with self._readable(name):
             problem = verify(folder)
@@ -211,6 +211,7 @@ class Checkpoints:
         return problem is None
 
     def _restore(self, engine: Engine, task: Task, name: str) -> Progress:
+        """Load one checkpoint into engine and task; return its progress."""
         progress = self._on_rank_0(partial(self._read_state, name))
         folder = self._folder / name if distributed.rank() == 0 else None
         try:
@@ -239,7 +240,8 @@ class Checkpoints:
             saved_config, data = state["config"], state["data"]
             progress = _PROGRESS.validate_python(state["progress"])
             differences = compare(saved_config, self._values, self._config)
-            changed_parts = sorted(dict(data.items() ^ self._fingerprint.items()))
+            # Names of parts that one side lacks or whose hashes differ.
+            changed_parts = sorted({part for part, _ in data.items() ^ self._fingerprint.items()})
             if progress.step != step_of(name):  # a copied folder, which would stay the newest
                 raise ValueError(f"it is of step {progress.step}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:

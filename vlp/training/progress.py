@@ -152,10 +152,11 @@ class Meter:
         self._trained_samples, self._skipped, self._examples = 0, Counter(), {}
 
     def flush(self) -> dict[str, Any]:
-        """Return a log record of the steps since the last call, equal on all ranks; collective.
+        """Return a log record of the steps since the last call; collective.
 
         It has the means of losses and statistics over ranks and micro-steps (of applied steps),
-        gradient norm, loss scale, samples/s, share of time that data took, and retries.
+        gradient norm, loss scale, samples/s by this rank's clock, share of time that data took, and
+        retries of all ranks.
         """
         self.reduce_counts()
         seconds = max(time.perf_counter() - self._start, 1e-9)
@@ -170,9 +171,9 @@ class Meter:
         presence = [float(name in local_means) for name in names]
         local = torch.tensor([*values, *presence, self._wait_seconds / seconds])
         *averages, wait_share = distributed.mean_over_ranks(local).tolist()
+        averages, shares = averages[: len(names)], averages[len(names) :]
         record: dict[str, Any] = {
-            name: average / share
-            for name, average, share in zip(names, averages, averages[len(names) :])
+            name: average / share for name, average, share in zip(names, averages, shares)
         }
         if self._norms:
             record["gradient_norm"] = sum(self._norms) / len(self._norms)

@@ -46,7 +46,8 @@ class Launchers:
         ]
         if launcher_indices:
             outermost = child_index = launcher_indices[-1]
-            has_launcher = _program(lineage[outermost]) == _NODE_LAUNCHER  # `deepspeed` itself
+            # `deepspeed` itself starts this one; others may be started by hand.
+            has_launcher = _program(lineage[outermost]) == _NODE_LAUNCHER
         else:
             # With a launcher's variables but without a known name, the parent is the launcher.
             has_launcher = any(name in os.environ for name in _LAUNCHER_VARIABLES)
@@ -155,7 +156,7 @@ class StopSignals:
             yield
         finally:
             now = time.monotonic()
-            self._last_check += now - start
+            self._last_check += now - start  # so that `_longest_step` leaves this time out
             if self.reason is not None:
                 self._deadline = max(self._deadline, now + self._grace)
             self._is_suspended = False
@@ -208,7 +209,9 @@ class StopSignals:
         poller = select.poll()
         poller.register(self._read, select.POLLIN)
         while not self._over.is_set():
-            for number in os.read(self._read, 64) if poller.poll(1000 * _POLL_SECONDS) else b"":
+            has_signal = poller.poll(1000 * _POLL_SECONDS)
+            # Python writes a byte for each signal: its number.
+            for number in os.read(self._read, 64) if has_signal else b"":
                 if number in STOP_SIGNALS:
                     self._request(signal.Signals(number).name)
             if self._launchers.is_lost():
@@ -253,9 +256,10 @@ class StopConsensus:
         # Steps between checks: as many as the slowest rank does in `CHECK_SECONDS`, but at most
         # twice as many as before the last check, from 1 on.
         now = time.monotonic()
-        pace = (now - self._last_check) / self._steps
-        stop, pace = distributed.max_over_ranks([float(requested), pace], self._device)
+        step_seconds = (now - self._last_check) / self._steps
+        local = [float(requested), step_seconds]
+        stop, step_seconds = distributed.max_over_ranks(local, self._device)
         self._last_check = time.monotonic()
-        self._steps = max(1, min(2 * self._steps, int(CHECK_SECONDS / max(pace, 1e-6))))
+        self._steps = max(1, min(2 * self._steps, int(CHECK_SECONDS / max(step_seconds, 1e-6))))
         self._steps_left = self._steps - 1
         return bool(stop)

@@ -34,10 +34,11 @@ def start_mlm_head(modules: Mapping[str, nn.Module], bert: str) -> list[LoadRepo
     state, weights = heads.state_dict(), {}
     try:
         entries = current_names(read_bert(bert).state, bert)
-        decoder, embedding = entries.get(_DECODER), entries.get(_WORD_EMBEDDING)
-        if decoder and embedding and not torch.equal(decoder[1], embedding[1]):
+        tensors = {name: tensor for name, (_, tensor) in entries.items()}
+        decoder, embedding = tensors.get(_DECODER), tensors.get(_WORD_EMBEDDING)
+        if decoder is not None and embedding is not None and not torch.equal(decoder, embedding):
             return []
-        for name, (_, tensor) in entries.items():
+        for name, tensor in tensors.items():
             module_name, _, parameter_name = name.rpartition(".")
             key = f"{_BERT_HEAD.get(module_name)}.{parameter_name}"
             if key in state and state[key].shape == tensor.shape:

@@ -71,7 +71,7 @@ def anchor_sums(
     deviation = (squares / reachable_count.clamp(min=1)).sqrt()
     has_spread = words & (reachable_count >= 2)
     return torch.stack(
-        [
+        [  # in the order of `statistics_of_sums`
             (anchor_count * words).sum((0, 1)).double(),
             (reachable_count * words).sum((0, 1)).double(),
             (words.expand_as(reachable_count)).sum((0, 1)).double() * patches,
@@ -151,7 +151,8 @@ class CollapseMonitor:
             return
         for name, value in statistics.items():
             limit = self._exceeded_limit(name, value)
-            count = self._bad_checks[name] = self._bad_checks.get(name, 0) + 1 if limit else 0
+            count = self._bad_checks.get(name, 0) + 1 if limit else 0
+            self._bad_checks[name] = count
             if count == PATIENCE:
                 logger.warning(
                     f"step {step}: {name} is {value:.3f} ({limit}) for {count} checks in a row: "
@@ -215,7 +216,7 @@ def _word_cosines(step: Step) -> dict[str, Tensor]:
         return {}
     with torch.autocast(patches.device.type, enabled=False):
         cosine = step.text.tokens @ step.image.tokens.transpose(1, 2)  # (B, N, M)
-    masks = torch.stack([patches == code for code in (OWN, OTHER)])
+    masks = torch.stack([patches == code for code in (OWN, OTHER)])  # (2, B, N, M)
     sums = global_sum((cosine * masks).sum((1, 2, 3)))
     counts = global_sum(masks.sum((1, 2, 3)))
     same_object, other_object = sums / counts.clamp(min=1)
@@ -246,6 +247,7 @@ def similarity_quantile(
 
 @region
 def _quantile(counts: Tensor, quantile: float) -> Tensor:
+    """Return the upper edge of the bin in which the quantile lies; NaN if all counts are 0."""
     total = counts.sum()
     below = (counts.cumsum(0) < quantile * total).sum()
     edge = (below + 1).to(torch.float32) / (BINS / 2) - 1
@@ -283,8 +285,9 @@ def update_threshold(
 ) -> None:
     """Update a 0-d threshold, in place, to the running mean of the quantiles of batches.
 
-    The first quantile replaces an initial 0; a batch without words changes nothing. Every rank
-    must call it. Arguments as in `similarity_quantile`; momentum: weight of the previous mean.
+    A threshold that is not above 0, as at the start, becomes the batch's quantile; a batch without
+    words changes nothing. Every rank must call it. Arguments as in `similarity_quantile`; momentum:
+    weight of the previous mean.
     """
     batch_quantile = similarity_quantile(similarity, word_mask, valid, quantile)
     threshold.copy_(_running_mean(threshold, batch_quantile, momentum))

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
+from itertools import chain, product
 from typing import Any, Literal
 
 import torch
@@ -99,16 +99,16 @@ def compile_task(
         dynamic = False if task.static_shapes else None
     compile_regions(options)
     for network in networks:
-        encoders = list(_encoders(network)) if mode == "step" else []
-        for encoder in encoders:
-            encoder.compile(fullgraph=True, dynamic=dynamic, **options)
-        models = (module for module in network.modules() if isinstance(module, VLPModel))
-        for model in models if mode == "step" else ():
-            for name in ("encode_image", "encode_text", "cross"):
+        compiled_ids = set[int]()
+        if mode == "step":
+            for encoder in list(_encoders(network)):
+                encoder.compile(fullgraph=True, dynamic=dynamic, **options)
+                compiled_ids |= {id(part) for part in encoder.modules()}
+            models = [module for module in network.modules() if isinstance(module, VLPModel)]
+            for model, name in product(models, ("encode_image", "encode_text", "cross")):
                 method = getattr(model, name)
                 compiled = torch.compile(method, fullgraph=True, dynamic=dynamic, **options)
                 setattr(model, name, compiled)
-        compiled_ids = {id(part) for encoder in encoders for part in encoder.modules()}
         for block in chain.from_iterable(block_stacks(network)):
             if id(block) not in compiled_ids:
                 block.compile(dynamic=dynamic, **options)
@@ -123,6 +123,7 @@ def force_eager() -> AbstractContextManager[object]:
 
 
 def _encoders(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield the encoders of a network; ConfigError if texts have several lengths."""
     for module in network.modules():
         if isinstance(module, TextEncoder) and module.length_groups > 1:
             raise ConfigError(
@@ -159,7 +160,8 @@ def checkpoint_activations(module: nn.Module, blocks: Literal["none", "blocks"] 
     if blocks == "none":
         return
     stacks = block_stacks(module)
-    selection = [b for stack in stacks for b in (stack if blocks == "blocks" else stack[:blocks])]
+    lowest = None if blocks == "blocks" else blocks  # None: all
+    selection = [block for stack in stacks for block in stack[:lowest]]
     if not selection:
         raise ConfigError("training.activation_checkpointing: this task has no transformer blocks")
     for block in selection:

@@ -29,7 +29,7 @@ from vlp.training.optimiser import MOMENTS, STEP, build_adamw, create_moments, s
 
 
 class DdpEngine:
-    """DDP of one task; needs a process group."""
+    """DDP of one task; a single rank runs the task itself and needs no process group."""
 
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         self.rank = distributed.rank()
@@ -106,7 +106,8 @@ class DdpEngine:
         norm = nn.utils.get_total_norm(self._gradients())
         applied = norm.isfinite()
         # Fused AdamW reads the attributes that `torch.amp.GradScaler` sets: it divides gradients by
-        # `grad_scale`, and skips the update if `found_inf` is 1.
+        # `grad_scale` (here the divisor of `clip_grad_norm_`), and skips the update if `found_inf`
+        # is 1.
         adamw: Any = self._adamw
         adamw.found_inf = applied.logical_not().float()
         if self._clip is not None:
@@ -135,20 +136,22 @@ class DdpEngine:
     def load(self, folder: Path | None) -> None:
         """Restore the files of `snapshot` on any number of ranks; KeyError for another model."""
         # The DeepSpeed engine has the same files: full-size float32 tensors by name.
-        for file, tensors in ((WEIGHTS, self._state()), (OPTIMISER, self._moments())):
+        moments = self._moments()
+        for file, tensors in ((WEIGHTS, self._state()), (OPTIMISER, moments)):
             for name, value in read_tensors(folder, file, tensors):
                 if name == LOSS_SCALE:
                     self._scale.load(value)
                 else:
                     tensors[name].copy_(value)
         for state in self._adamw.state.values():
-            state[STEP].copy_(tensors[STEP])
+            state[STEP].copy_(moments[STEP])  # which is a copy, unlike the other `moments`
 
     def _state(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers by name; tied weights once."""
         return {**self.parameters(), **saved_buffers(self.module)}
 
     def _moments(self) -> dict[str, Tensor]:
+        """Return AdamW's moments as `MOMENT.PARAMETER`, and a copy of its step count."""
         states = {name: self._adamw.state[parameter] for name, parameter in self._trainable.items()}
         moments = {
             f"{moment}.{name}": state[moment]
