@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from vlp.config import ConfigError
-from vlp.data.file_names import IMAGES, compose_accents, ends_alike, fold_case
+from vlp.data.file_names import IMAGES, compose_accents, ends_alike, fold_case, is_hidden
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS, MAX_IMAGE_BYTES, MAX_UNPACKED_RATIO
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.tar import read_members
@@ -379,7 +379,7 @@ class Originals:
             self._add(name, FileEntry(number, sys.intern(folder), member.offset, member.size))
 
     def _add(self, name: str, entry: FileEntry) -> None:
-        if name.lower().endswith(_SIDE_FILES):
+        if name.lower().endswith(_SIDE_FILES) or is_hidden(f"{entry.folder}/{name}"):
             return
         if name.lower().endswith(IMAGE_SUFFIXES):
             self._folders.add((entry.container, entry.folder))
@@ -404,8 +404,9 @@ def _list_files(folder: Path, subfolder: str, depth: int) -> Iterator[tuple[str,
     folders = []
     for entry in sorted(os.scandir(folder / subfolder), key=lambda entry: entry.name):
         if entry.is_dir():
-            folders.append(entry.name)
-        elif not entry.name.startswith("."):
+            if not is_hidden(entry.name):
+                folders.append(entry.name)
+        else:
             yield sys.intern(subfolder), entry.name
     for name in folders if depth else ():
         yield from _list_files(folder, f"{subfolder}/{name}" if subfolder else name, depth - 1)

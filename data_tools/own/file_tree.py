@@ -25,7 +25,7 @@ from data_tools.originals import (
 )
 from data_tools.own.tables import TABLE_SUFFIXES
 from vlp.config import ConfigError
-from vlp.data.file_names import FileNames
+from vlp.data.file_names import FileNames, is_hidden
 from vlp.data.limits import (
     MAX_ANNOTATION_BYTES,
     MAX_ARCHIVE_MEMBERS,
@@ -222,9 +222,8 @@ class FileTree(Originals):
     def _add(self, name: str, entry: FileEntry) -> None:
         path = "/".join(part for part in (self._prefix, entry.folder, name) if part)
         # A zip may hold `./a.jpg`.
-        parts = [part for part in path.split("/") if part != "."]
-        path = "/".join(parts)
-        if any(part.startswith(".") for part in parts if part != "..") or "__MACOSX" in parts:
+        path = "/".join(part for part in path.split("/") if part != ".")
+        if is_hidden(path):
             return
         if len(self._files) >= MAX_ARCHIVE_MEMBERS:
             raise ConfigError(f"{path}: more than {MAX_ARCHIVE_MEMBERS} files")
@@ -265,7 +264,7 @@ class FileTree(Originals):
             if is_excluded or self._is_duplicate(Path(root), f"{subfolder}/" if subfolder else ""):
                 folders.clear()
                 continue
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = sorted(name for name in folders if not is_hidden(name))
             for name in sorted(names):
                 yield subfolder, name
 

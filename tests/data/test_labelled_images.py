@@ -71,6 +71,9 @@ def test_class_folders_may_hold_folders_and_any_extension(folder, tmp_path):
     for name in ("deep/er/0.JPG", "1.gif", "2.JFIF", "3.jpe", ".hidden/4.png"):
         (folder / "red" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), "red").save(folder / "red" / name, "png")
+    for name in ("@eaDir", "__MACOSX/red", ".ipynb_checkpoints"):  # no classes
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), "red").save(folder / name / "0.png")
     for place in (folder, as_tar(folder, tmp_path / "a.tar", "w")):
         images = open_labelled(str(place))
         assert images.classes == CLASSES

@@ -60,6 +60,7 @@ def test_the_first_place_wins_and_folders_tell_equal_names_apart(tmp_path):
 
 CAMERAS = {"cam1/1.jpg": b"1", "cam2/1.jpg": b"2", "cam2/2.jpg": b"3", "cafe\u0301/A.JPG": b"4"}
 CAMERAS["cam2/4.jpg"] = b"5"
+CAMERAS |= {f"cam1/{name}/9.jpg": b"6" for name in (".thumbnails", "@eaDir", "__MACOSX")}
 
 
 @pytest.mark.parametrize("kind", ["folder", "folders", "tar", "zip", "file tree", "file trees"])
@@ -92,6 +93,7 @@ def test_the_whole_path_of_a_name_counts(tmp_path, kind):
     expected |= {"caf\u00e9/a.jpg": b"4", "A.jpg": b"4", "/far/set/cam1/1.jpg": b"1"}
     expected["other/2.jpg"] = None  # the file is named by its path
     del expected["cam2/4.jpg"]
+    expected |= {name: None for name in CAMERAS if "9" in name} | {"9.jpg": None}
     # The folder of accents lacks 2.jpg, and two forms of a name are one name.
     expected |= {"caf\u00e9/2.jpg": None, "CAM1/2.jpg": None}
     expected |= {"ol\u00e9/4.jpg": b"5", "ole\u0301/4.jpg": b"5"}

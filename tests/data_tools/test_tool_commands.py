@@ -30,6 +30,11 @@ def test_vocabulary(shards, tmp_path, capsys):
     assert text.vocab_size <= 60
     assert main([*arguments[:-1], "9", "--out", str(tmp_path / "few")]) == 2
     assert "too small" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/tokenizer.json").symlink_to("/dev/full")
+    assert main([*arguments, "--out", str(tmp_path / "full")]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/full: cannot be written completely ([Errno 28]" in error
 
 
 def test_vocabulary_of_everything_that_is_said(tmp_path):

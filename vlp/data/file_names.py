@@ -31,6 +31,18 @@ def split_of(name: object) -> str | None:
     return next((_SPLITS[word] for word in words if word in _SPLITS), None)
 
 
+# Copies for the Mac's finder, thumbnails and bins of network disks and of Windows.
+_SYSTEM_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN")
+
+
+def is_hidden(path: str) -> bool:
+    """Return whether a part of a path is hidden or a folder that a system made by itself."""
+    return any(
+        (part.startswith(".") and part not in (".", "..")) or part in _SYSTEM_FOLDERS
+        for part in path.split("/")
+    )
+
+
 def fold_case(name: str) -> str:
     """Return a name for comparison regardless of case and of the form of its accents."""
     return compose_accents(name).casefold()

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from vlp.config import ConfigError
-from vlp.data.file_names import IMAGES, split_of
+from vlp.data.file_names import IMAGES, is_hidden, split_of
 from vlp.data.image.decode import decode_image
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import INDEX_NAME, Items
@@ -165,8 +165,8 @@ def _links_upwards(path: Path) -> bool:
 
 def _is_class_image(name: PurePath) -> bool:
     """Return whether a relative path is an image in a folder, without hidden parts."""
-    hidden = any(part.startswith(".") for part in name.parts)
-    return name.suffix.lower() in IMAGES and len(name.parts) > 1 and not hidden
+    is_image = name.suffix.lower() in IMAGES and len(name.parts) > 1
+    return is_image and not is_hidden(name.as_posix())
 
 
 def _class_names(

@@ -172,3 +172,6 @@ def test_a_vocabulary_without_the_special_tokens(tmp_path):
 
     with pytest.raises(ConfigError, match="not BERT-like"):
         TextProcessor(Tokenizer(models.WordLevel({"dog": 0}, unk_token="dog")), 8)
+    vocabulary = {word: number for number, word in enumerate([*SPECIALS, "dog"])}
+    with pytest.raises(ConfigError, match=r"puts no \[CLS\] before and no \[SEP\] behind"):
+        TextProcessor(Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")), 8)

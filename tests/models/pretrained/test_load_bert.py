@@ -147,11 +147,15 @@ def test_half_precision_becomes_float32_and_is_noted(tiny, tmp_path):
     assert all(report.notes == ("bfloat16 there, float32 here",) for report in reports)
 
 
-def test_quantised_weights_are_refused(tiny, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype, tiny, tmp_path):
     bert, _ = tiny
     state = bert.bert.state_dict()
-    state["encoder.layer.0.output.dense.weight"] = torch.zeros(32, 24, dtype=torch.int8)
-    with pytest.raises(ConfigError, match=r"layers.0.feed_forward.contract.weight is int8 there"):
+    name = f"{dtype}".removeprefix("torch.")
+    state["encoder.layer.0.output.dense.weight"] = torch.zeros(32, 24).to(dtype)
+    with pytest.raises(
+        ConfigError, match=rf"layers.0.feed_forward.contract.weight is {name} there"
+    ):
         loaded(write(tmp_path, bert, state))
 
 

@@ -26,6 +26,7 @@ TOWERS = {
     "rotary": ("eva02_tiny_patch14_224", 14),
     "relative positions": ("beit_base_patch16_224", 16),
 }
+NAFLEX = "naflexvit_base_patch16_gap"
 CLIP, PE = "vit_base_patch16_clip_224", "vit_pe_core_tiny_patch16_384"
 
 
@@ -62,12 +63,13 @@ def tokens(vit, pixels):
     if isinstance(vit.norm, torch.nn.Identity):
         states = vit.fc_norm(states)
     patches = states[:, vit.num_prefix_tokens :]
-    first = patches.mean(1, keepdim=True) if vit.cls_token is None else states[:, :1]
+    has_cls = getattr(vit, "embeds", vit).cls_token is not None
+    first = states[:, :1] if has_cls else patches.mean(1, keepdim=True)
     return torch.cat([first, patches], 1)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "cls+mean"])
-@pytest.mark.parametrize(("name", "patch"), TOWERS.values(), ids=TOWERS)
+@pytest.mark.parametrize(("name", "patch"), [*TOWERS.values(), (NAFLEX, 16)])
 @torch.no_grad()
 def test_pooled_layers_are_timms_blocks_before_the_last(name, patch, pooling, tmp_path):
     vit = made(name, 4 * patch, tmp_path)
@@ -213,6 +215,7 @@ def test_model_folder_needs_no_public_weights_and_starts_another_size(positions,
         ({"pooled_layers": 3}, "pooled_layers 3: vit_small_patch14_dinov2 has 2 blocks"),
         ({"patch_size": 16, "image_size": 224}, r"set image\.patch_size=14"),
         ({"architecture": "swin_tiny_patch4_window7_224"}, "one grid"),
+        ({"architecture": NAFLEX, "patch_size": 16, "positions": {"sape": {}}}, "NaFlexVit is not"),
         ({"architecture": "resnet18"}, "timm cannot create it"),
         ({"architecture": "vit_of_nobody"}, "timm cannot create it"),
         ({"architecture": {"name": "vit_small_patch14_dinov2", "no_such": 1}}, "no_such"),

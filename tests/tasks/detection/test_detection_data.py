@@ -138,13 +138,14 @@ def test_boxes_that_were_drawn_before_exif_turned_the_image_turn_with_it(tmp_pat
 
 def test_names_are_found_by_their_whole_path(tmp_path):
     content = copy.deepcopy(GOOD)
-    names = ["cam1/1.png", "cam2/1.png", "caf\u00e9/2.png", "3.png", "../secret.png"]
+    names = ["cam1/1.png", "cam2/1.png", "caf\u00e9/2.png", "3.png", "../secret.png", "9.png"]
     content["images"] = [
         {"id": n, "file_name": name, "width": 8, "height": 8} for n, name in enumerate(names)
     ]
     content["annotations"] = []
     source = write(tmp_path, content)
     stored = ["cam1/1.png", "cam2/1.png", "cafe\u0301/2.PNG", "deep/3.png", "../secret.png"]
+    stored.append(".thumbnails/9.png")  # smaller than the image, which is missing
     for level, name in enumerate(stored):
         (tmp_path / "images" / name).parent.mkdir(exist_ok=True)
         Image.new("RGB", (8, 8), (level, 0, 0)).save(tmp_path / "images" / name)
@@ -156,6 +157,8 @@ def test_names_are_found_by_their_whole_path(tmp_path):
         assert [images.read(n).image.getpixel((0, 0))[0] for n in range(4)] == [0, 1, 2, 3]
         with pytest.raises(BadSample, match=r"missing image: .*secret\.png.*: outside"):
             images.read(4)
+        with pytest.raises(BadSample, match=r"missing image: .*9\.png"):
+            images.read(5)
 
 
 def test_an_image_of_several_names_is_left_out(tmp_path):

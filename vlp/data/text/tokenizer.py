@@ -60,6 +60,12 @@ class TextProcessor:
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.no_truncation()
         self._plain.no_padding()
+        ends = self._plain.encode("").ids
+        if (ends[:1], ends[-1:]) != ([self.cls_id], [self.sep_id]):
+            raise ConfigError(
+                f"the tokenizer puts no {self._names[CLS]} before and no {self._names[SEP]} behind "
+                "a text, which the encoders read: it lacks its post_processor"
+            )
         self._tokenizer = Tokenizer.from_str(self._plain.to_str())
         self._tokenizer.enable_truncation(max_tokens)
         self._tokenizer.enable_padding(

@@ -30,7 +30,7 @@ from torch import Tensor
 from vlp.config import Config, ConfigError
 from vlp.data.boxes import Corners, clip_box, relative_corners, turn_of
 from vlp.data.config import CropScale, NormalisationConfig
-from vlp.data.file_names import FileNames
+from vlp.data.file_names import FileNames, is_hidden
 from vlp.data.image.decode import decode_image, decoder_errors, open_image, orientation
 from vlp.data.image.transforms import Preprocessing
 from vlp.data.limits import MAX_ARCHIVE_MEMBERS
@@ -324,10 +324,11 @@ class _ImageFiles:
         # Listing a large folder takes long: only the first name that does not exist needs it.
         root = self._root.resolve()
         if self._members is not None:
-            paths = FileNames({name: f"{root.with_suffix('')}/{name}" for name in self._members})
+            files = {name: f"{root.with_suffix('')}/{name}" for name in self._members}
         else:
-            files = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
-            paths = FileNames({str(file.relative_to(root)): str(file) for file in files})
+            walk = (Path(folder) / file for folder, _, files in os.walk(root) for file in files)
+            files = {str(file.relative_to(root)): str(file) for file in walk}
+        paths = FileNames({name: path for name, path in files.items() if not is_hidden(name)})
         # Look up all names, so that `ambiguous` does not depend on the order of reading.
         for name in self._file_names:
             paths.find(name)
