@@ -76,6 +76,7 @@ def test_a_file_of_another_layout_is_an_error(tmp_path):
         (b'{"x": 1}\n{"x": 2}', "one object a line"),
         (b'"\xff"', "not UTF-8"),
         (gzip.compress(b"[1, 2, 3]" * 50, mtime=0)[:-12], "a damaged gzip file"),
+        (gzip.compress(bytes(2**27)), "unpacks to more than 100 times"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, content, message):
@@ -112,6 +113,8 @@ def test_rows_that_are_not_utf_8_are_none(tmp_path):
     )
     expected = ["caf\u00e9 \U0001f600", None, {"a": 1}]
     assert [row for _, row in streamed_list(path, [])] == read_json(path, []) == expected
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert [row for _, row in streamed_list(tmp_path / "a.json.gz", [])] == expected
     path.write_bytes(b'{"rows": ' + path.read_bytes() + b', "name": "\xe9"}')
     assert read_json(path, []) == {"rows": expected, "name": None}
 
