@@ -331,7 +331,7 @@ def verify(folder: Path) -> str | None:
             if Path(file).name != file or not stat.S_ISREG((folder / file).stat().st_mode):
                 raise FileNotFoundError
             actual = sha256_of(folder / file)
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # ValueError: a null byte in a damaged name
             return f"{SUMS} names {file!r}, which is not there"
         if actual != expected:
             return f"{file} does not have its checksum"
