@@ -474,7 +474,8 @@ def ended(folder, step):
     return code
 
 
-def check_kills(tmp_path, number):
+@pytest.mark.parametrize("number", [3, pytest.param(16, marks=pytest.mark.nightly)])
+def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path, number):
     whole, _ = run(tmp_path / "whole")
     assert ended(tmp_path / "counted", "none") == 0
     steps = int((tmp_path / "counted.steps").read_text())
@@ -492,12 +493,3 @@ def check_kills(tmp_path, number):
         assert len(left) == 2 or there == [folder / "checkpoints" / name for name in left]
         state = resumed.state_dict()
         assert all(torch.equal(v, state[name]) for name, v in whole.state_dict().items())
-
-
-def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
-    check_kills(tmp_path, 3)
-
-
-@pytest.mark.nightly
-def test_a_run_killed_anywhere_while_it_writes_goes_on(tmp_path):
-    check_kills(tmp_path, 16)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -26,16 +26,6 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 PROJECT = "vlp"
 
 _MLFLOW_BATCH = 1000  # metrics of one request, by MLflow's limit
-
-
-class Tracker(Protocol):
-    """Interface of a store of one run's metrics."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Store metrics of a step."""
-
-    def close(self, has_failed: bool) -> None:
-        """Write the remaining metrics of a finished or failed run."""
 
 
 class TensorBoardTracker:
@@ -157,6 +147,7 @@ class MlflowTracker:
         self._client.set_terminated(self._run_id, "FAILED" if has_failed else "FINISHED")
 
 
+Tracker = TensorBoardTracker | WandbTracker | MlflowTracker
 _TRACKERS: dict[TrackerName, Callable[[RunFolder, int, int], Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,

@@ -34,7 +34,6 @@ from vlp.tasks.grids.data import (
     PADDING,
     RIGHT,
     GridDataConfig,
-    grid_data,
     object_boxes,
     open_grids,
     to_tokens,
@@ -57,8 +56,8 @@ def config(path, *tasks, **options):
     return GridDataConfig.model_validate(plain | options)
 
 
-def batches(chosen, count, batch=10, seed=0):
-    data = grid_data(open_grids(chosen), chosen, batch, seed)
+def batches(chosen, count, batch=10):
+    _, data = build(GridsConfig(data=chosen, model=MODEL), batch, 0, "float32")
     return [found for found, _ in data.batches(stop_after=count)]
 
 

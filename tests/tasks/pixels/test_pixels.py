@@ -8,14 +8,16 @@ from tests_support import train
 
 from evaluation.options import EvalOptions
 from evaluation.vision.pixels import evaluate
-from vlp.data.labelled_images import open_labelled
-from vlp.tasks.pixels.data import PixelBatch, PixelDataConfig, pixel_data, pixel_values
+from vlp.tasks.pixels.data import PixelBatch, pixel_values
 from vlp.tasks.pixels.task import Pixels, PixelsConfig, build
 
+MODEL = {"width": 32, "layers": 2, "heads": 2, "feed_forward": 64}
 
-def data_config(folder, **options):
+
+def config(folder="unused", name="fourier", **data):
     plain = {"train": str(folder), "test": str(folder), "image_size": 4, "canonical_streams": 2}
-    return PixelDataConfig.model_validate(plain | options)
+    model = MODEL | {"positions": [{"name": name}]}
+    return PixelsConfig.model_validate({"model": model, "data": plain | data})
 
 
 @pytest.fixture
@@ -29,8 +31,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def batches(folder, count, batch=4, seed=0, **options):
-    data = pixel_data(open_labelled(str(folder)), data_config(folder, **options), batch, seed)
+def batches(folder, count, **options):
+    _, data = build(config(folder, **options), 4, 0, "float32")
     return [found for found, _ in data.batches(stop_after=count)]
 
 
@@ -63,17 +65,6 @@ def test_bad_images_are_counted_and_left_out(folder):
     assert sum(len(batch.values) for batch in found) == 10
     kinds = sorted(skip.kind for batch in found for skip in batch.skipped)
     assert kinds == ["image too small", "unreadable image"]
-
-
-MODEL = {"width": 32, "layers": 2, "heads": 2, "feed_forward": 64}
-
-
-def config(data="unused", name="fourier", **options):
-    plain = {
-        "model": MODEL | {"positions": [{"name": name}]},
-        "data": {"train": str(data), "test": str(data), "image_size": 4, "canonical_streams": 2},
-    }
-    return PixelsConfig.model_validate(plain | options)
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from vlp.tasks.widgets.data import (
     GeneratedScreensConfig,
     RicoScreensConfig,
     WidgetDataConfig,
+    WidgetSamples,
     encode_screen,
     open_screens,
     read_tokenizer,
-    widget_data,
     widget_text,
 )
 from vlp.tasks.widgets.screens import KINDS, generate_screen, read_screen
@@ -287,21 +287,12 @@ class TestBatches:
         assert batch.widget_mask[rows, widgets].all()
         assert widgets.tolist() == [n for one in several for n in one.captions]
 
-    def test_a_screen_without_captions_is_skipped(self):
+    def test_a_screen_without_captions_is_skipped(self, monkeypatch):
         screens, text, config = small()
-
-        class Bare:
-            def __len__(self):
-                return len(screens)
-
-            def read(self, number):
-                screen = screens.read(number)
-                return screen._replace(captions={}) if number == 7 else screen
-
-        data = widget_data(Bare(), text, config, 24, 0)
-        batch, _ = next(iter(data.batches()))
-        assert [skip.kind for skip in batch.skipped] == ["no captions"]
-        assert int(batch.valid.sum()) == 23
+        bare = screens.read(7)._replace(captions={})
+        monkeypatch.setattr(screens, "read", lambda number: bare)
+        with pytest.raises(BadSample, match="no captions"):
+            WidgetSamples(screens, text, config)(7, None)
 
     def test_vocabularies(self, tmp_path):
         _, text, _ = small()

@@ -136,12 +136,6 @@ def test_sizes_that_change_become_symbols(counters):
     assert not counters["graph_break"]
 
 
-def test_blocks_of_a_task_are_those_of_its_encoders():
-    task = task_of(configuration(layers=2))
-    kinds = [type(block).__name__ for stack in block_stacks(task) for block in stack]
-    assert kinds == ["PostNormLayer"] * 2 + ["Block"] * 2 + ["CrossLayer"] * 2
-
-
 def test_a_cpu_compiles_nothing_unless_told(counters):
     task = task_of(configuration(masked=False))
     compile_task(task, "auto", CPU)

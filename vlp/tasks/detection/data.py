@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -92,18 +92,6 @@ class ObjectImage(NamedTuple):
     crowds: NDArray[np.bool_]
     # Location for messages.
     where: str
-
-
-class ObjectImages(Protocol):
-    """Images and their objects by number, 0 to len - 1."""
-
-    classes: tuple[str, ...]
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-
-    def read(self, number: int) -> ObjectImage:
-        """Read an image; raises BadSample."""
 
 
 class SceneImages:
@@ -333,6 +321,10 @@ class _ImageFiles:
         for name in self._file_names:
             paths.find(name)
         return paths
+
+
+# Images and their objects by number, 0 to len - 1; `read` raises BadSample.
+ObjectImages = SceneImages | CocoImages
 
 
 def _normalise_name(name: str) -> str:

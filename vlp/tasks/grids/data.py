@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import MapDatasetConfig, OrderedData, RngFactory, indexed_data
+from vlp.data.stream.loader import MapDatasetConfig, RngFactory
 from vlp.tasks.grids.arc import (
     COLOURS,
     LARGEST,
@@ -216,15 +215,6 @@ class GridSamples:
             if orbit(pair.input, task_config.task_symmetry) not in self._test_orbits[index]:
                 return pair
         raise BadSample("test inputs alone", f"{task.name} (in {_TRIES} draws)")
-
-
-def grid_data(
-    tasks: Mapping[str, ArcTask], config: GridDataConfig, batch: int, seed: int
-) -> OrderedData:
-    """Return the training batches."""
-    samples = GridSamples(tasks, config)
-    collate = partial(collate_grids, config.size)
-    return indexed_data(config.samples, samples, collate, config, batch, seed)
 
 
 def collate_grids(

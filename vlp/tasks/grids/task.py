@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -9,9 +10,15 @@ from pydantic import Field
 from torch.nn import functional
 
 from vlp.config import Config
-from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.loader import OrderedData, indexed_data
 from vlp.objectives.loss import Loss
-from vlp.tasks.grids.data import GridBatch, GridDataConfig, grid_data, open_grids
+from vlp.tasks.grids.data import (
+    GridBatch,
+    GridDataConfig,
+    GridSamples,
+    collate_grids,
+    open_grids,
+)
 from vlp.tasks.grids.model import GridModelConfig, GridTransformer
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.vision_only import VisionTask
@@ -52,5 +59,6 @@ def build(
     config: GridsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Grids, OrderedData]:
     """Build the task and its training data."""
-    data = grid_data(open_grids(config.data), config.data, batch, seed)
-    return Grids(config, precision), data
+    data = config.data
+    samples, collate = GridSamples(open_grids(data), data), partial(collate_grids, data.size)
+    return Grids(config, precision), indexed_data(data.samples, samples, collate, data, batch, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +10,10 @@ from PIL import Image, ImageOps
 from pydantic import Field
 from torch import Tensor
 
-from vlp.data.labelled_images import LabelledImages, draw_subset
+from vlp.data.labelled_images import LabelledImages
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import LabelledImagesConfig, OrderedData, RngFactory, indexed_data
+from vlp.data.stream.loader import LabelledImagesConfig, RngFactory
 
 CHANNELS = 3
 
@@ -71,16 +70,9 @@ class PixelSamples:
         return pixel_values(image, self.config.image_size, sample.where)
 
 
-def pixel_data(
-    images: LabelledImages, config: PixelDataConfig, batch: int, seed: int
-) -> OrderedData:
-    """Return the training batches of `images`, which were opened from `config.train`."""
-    images = draw_subset(images, config.limit, config.train)
-    samples = PixelSamples(images, config)
-    collate = partial(_collate, config.image_size)
-    return indexed_data(len(images), samples, collate, config, batch, seed)
-
-
-def _collate(size: int, samples: list[Tensor], skipped: tuple[SkippedSample, ...]) -> PixelBatch:
+def collate_pixels(
+    size: int, samples: list[Tensor], skipped: tuple[SkippedSample, ...]
+) -> PixelBatch:
+    """Return a batch of samples, which may be empty; `size` is the configuration's."""
     values = torch.stack(samples) if samples else torch.zeros(0, size, size, CHANNELS)
     return PixelBatch(values.long(), torch.ones(len(samples), dtype=torch.bool), skipped)

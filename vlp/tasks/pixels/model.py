@@ -19,6 +19,7 @@ from vlp.layers.blocks import FeedForward
 from vlp.models.vision.backbone import attention_encodings, create_encoding, on_tokens
 from vlp.positions.base import PositionContext, PositionEncoding, call_method
 from vlp.positions.options import PositionConfig
+from vlp.tasks.pixels.data import CHANNELS
 
 
 class SharedQueryAttention(nn.Module):
@@ -65,7 +66,6 @@ class ReformerLayer(nn.Module):
         return torch.cat([first, second], -1)
 
 
-CHANNELS = 3
 LEVELS = 256
 # Input token before the first value.
 START = LEVELS

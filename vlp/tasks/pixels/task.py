@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
 from pydantic import Field
 
 from vlp.config import Config
-from vlp.data.labelled_images import open_labelled
-from vlp.data.stream.loader import OrderedData
+from vlp.data.labelled_images import draw_subset, open_labelled
+from vlp.data.stream.loader import OrderedData, indexed_data
 from vlp.objectives.loss import Loss
-from vlp.tasks.pixels.data import PixelBatch, PixelDataConfig, pixel_data
+from vlp.tasks.pixels.data import PixelBatch, PixelDataConfig, PixelSamples, collate_pixels
 from vlp.tasks.pixels.model import PixelModelConfig, PixelTransformer
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.vision_only import VisionTask
@@ -50,7 +51,8 @@ def build(
     config: PixelsConfig, batch: int, seed: int, precision: Precision
 ) -> tuple[Pixels, OrderedData]:
     """Build the task and its training data."""
-    images = open_labelled(config.data.train, config.data.classes)
-    open_labelled(config.data.test, config.data.classes)
-    data = pixel_data(images, config.data, batch, seed)
-    return Pixels(config, precision), data
+    data = config.data
+    images = draw_subset(open_labelled(data.train, data.classes), data.limit, data.train)
+    open_labelled(data.test, data.classes)  # so that its errors come before training
+    samples, collate = PixelSamples(images, data), partial(collate_pixels, data.image_size)
+    return Pixels(config, precision), indexed_data(len(images), samples, collate, data, batch, seed)

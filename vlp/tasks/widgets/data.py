@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -19,13 +19,7 @@ from vlp.config import Config, ConfigError
 from vlp.data.shards.sample_files import BadSample, SkippedSample
 from vlp.data.shards.tar import read_files
 from vlp.data.stream.batch import to_device
-from vlp.data.stream.loader import (
-    MapDatasetConfig,
-    OrderedData,
-    RngFactory,
-    indexed_data,
-    warn_of_training_data,
-)
+from vlp.data.stream.loader import MapDatasetConfig, RngFactory, warn_of_training_data
 from vlp.data.stream.rng import make_rng
 from vlp.data.text.tokenizer import TextProcessor, train_wordpiece
 from vlp.io import parse_json
@@ -73,16 +67,6 @@ class RicoScreensConfig(Config):
 
 
 AnyScreensConfig = GeneratedScreensConfig | RicoScreensConfig
-
-
-class Screens(Protocol):
-    """Screens by number, 0 to len - 1."""
-
-    def __len__(self) -> int:
-        """Return the number of screens."""
-
-    def read(self, number: int) -> Screen:
-        """Read a screen; raises BadSample."""
 
 
 def open_screens(config: AnyScreensConfig, part: Part) -> Screens:
@@ -148,6 +132,10 @@ class _RicoScreens:
         except (ValueError, RecursionError) as error:
             raise BadSample("damaged view hierarchy", f"{where} ({error})") from error
         return read_screen(hierarchy, where, self._captions[name], self._nodes)
+
+
+# Screens by number, 0 to len - 1; `read` raises BadSample.
+Screens = _GeneratedScreens | _RicoScreens
 
 
 def _read_captions(file: Path) -> dict[str, dict[str, Sequence[str]]]:
@@ -366,14 +354,6 @@ class WidgetSamples:
         rng = rng_for("caption")
         targets = [(widget, str(rng.choice(screen.captions[widget]))) for widget in order]
         return encode_screen(screen, self.text, targets, self.config.max_widgets)
-
-
-def widget_data(
-    screens: Screens, text: WidgetText, config: WidgetDataConfig, batch: int, seed: int
-) -> OrderedData:
-    """Return the training batches of screens."""
-    samples = WidgetSamples(screens, text, config)
-    return indexed_data(len(screens), samples, Collate(text), config, batch, seed)
 
 
 class Collate:

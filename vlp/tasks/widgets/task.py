@@ -10,19 +10,20 @@ from pydantic import Field
 from torch import Tensor
 
 from vlp.config import Config
-from vlp.data.stream.loader import OrderedData
+from vlp.data.stream.loader import OrderedData, indexed_data
 from vlp.objectives.loss import Loss
 from vlp.objectives.mlm import mlm_loss
 from vlp.positions.fourier import FourierPosition
 from vlp.tasks.task import Precision, StepOutput
 from vlp.tasks.vision_only import VisionTask
 from vlp.tasks.widgets.data import (
+    Collate,
     WidgetBatch,
     WidgetDataConfig,
+    WidgetSamples,
     WidgetText,
     open_screens,
     read_tokenizer,
-    widget_data,
     widget_text,
 )
 from vlp.tasks.widgets.model import WidgetCaptioner, WidgetModelConfig
@@ -108,4 +109,6 @@ def build(
     text = widget_text(
         screens, data.vocabulary, data.vocabulary_size, data.max_words, data.max_caption
     )
-    return Widgets(config, text, precision), widget_data(screens, text, data, batch, seed)
+    samples = WidgetSamples(screens, text, data)
+    task = Widgets(config, text, precision)
+    return task, indexed_data(len(screens), samples, Collate(text), data, batch, seed)

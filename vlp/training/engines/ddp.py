@@ -34,7 +34,6 @@ class DdpEngine:
     def __init__(self, task: nn.Module, config: TrainingConfig) -> None:
         self.rank = distributed.rank()
         self.world_size = distributed.world_size()
-        config.require_equal_shares(self.world_size)
         self.device = distributed.default_device()
         self.module = task.to(self.device)
         self._clip = config.optimiser.clip
