@@ -95,7 +95,7 @@ def as_url(path: object) -> str | None:
 
 
 def require_local(path: Path) -> None:
-    """Raise OSError for a URL or ~, else a local folder `s3:` or `~` would be written to."""
+    """Raise OSError for a URL or ~: writing would make a local folder `s3:` or `~`."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
     if expanded := expand_home(path):

@@ -174,7 +174,7 @@ class Checkpoints:
         return None
 
     def _clean_up(self) -> tuple[list[str], list[str]]:
-        """Undo interrupted writes; return names of complete checkpoints and of damaged ones."""
+        """Undo interrupted writes; return names of checkpoints, and of those renamed as damaged."""
         for backup in self._folder.glob(".step_*.replaced"):
             restore_folder(self._folder / backup.name[1:].removesuffix(".replaced"))
         for leftover in self._folder.glob(f"step_*{PARTIAL}"):

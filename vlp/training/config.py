@@ -124,7 +124,7 @@ class TrainingConfig(Config):
         return "zero1" if self.engine == "deepspeed" else self.engine
 
     def count_steps(self, batches: int, done: int = 0) -> int:
-        """Return `done` optimiser steps plus the whole ones that `batches` make, at least 1."""
+        """Return `done` optimiser steps plus the complete ones in `batches` more; at least 1."""
         return max(1, done + batches // self.gradient_accumulation_steps)
 
     def require_equal_shares(self, world_size: int) -> None:

@@ -247,7 +247,7 @@ class RunFolder:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Return a JSON file's contents; empty if it is missing or invalid."""
+    """Return a JSON file's object; {} if the file is missing, invalid or holds no object."""
     try:
         content = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -344,7 +344,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def _repositories() -> tuple[list[dict[str, Any]], str]:
-    """Return the records of the package's and the user's repository, and their diffs as a text."""
+    """Return records of the package's and the working directory's repository, and their diffs."""
     repositories, changes = [], ""
     folders = (Path(vlp.__file__).parent, Path.cwd())
     roots = dict.fromkeys(_git(folder, "rev-parse", "--show-toplevel") for folder in folders)

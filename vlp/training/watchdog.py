@@ -112,7 +112,7 @@ class Watchdog:
         self._phase, self._phase_count, self._phase_start = "start", 0, time.perf_counter()
         self._longest: dict[str, float] = {}  # time by phase
         self._over = threading.Event()
-        self._requests = 0  # of stacks, one for each hang
+        self._requests = 0  # requests for stacks so far, one for each hang
         self._missing_ranks = set[int]()  # ranks whose stacks have not arrived
 
     def enter(self, phase: str) -> None:

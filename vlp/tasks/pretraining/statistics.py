@@ -176,7 +176,7 @@ def step_statistics(step: Step, paths: AnchorPaths | None) -> dict[str, Tensor]:
 
 
 def _path_statistics(step: Step, paths: AnchorPaths) -> dict[str, Tensor]:
-    """Return `AnchorStatistics`, as means and by channel group, and the threshold."""
+    """Return `AnchorStatistics`, as means and by channel group, and the unclamped threshold."""
     threshold = step.model.anchor_threshold
     by_group = anchor_statistics(
         paths.similarity,

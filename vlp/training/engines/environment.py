@@ -107,8 +107,8 @@ def _require_rank(slurm_names: Sequence[str]) -> None:
     is_complete = "RANK" in values or world_size == "1"
     if is_complete and all(map(str.isdecimal, values.values())) and int(rank) < int(world_size):
         return
-    read = {name: os.environ.get(name, "") for name in slurm_names} or values
-    listed = " ".join(f"{name}={value}" for name, value in read.items())
+    variables = {name: os.environ.get(name, "") for name in slurm_names} or values
+    listed = " ".join(f"{name}={value}" for name, value in variables.items())
     raise ConfigError(
         f"the environment has {listed}: not the numbers of a rank; unset these variables to train "
         "in one process, or start the ranks by a launcher"
