@@ -24,9 +24,11 @@ class Job(Config):
     task: str = Field(description="what is evaluated")
     shards: tuple[str, ...] = Field(min_length=1, description="folders to evaluate on")
     name: str | None = Field(
-        None, pattern=NAME, description="of the table; null: the task's; needed for a second set"
+        None,
+        pattern=NAME,
+        description="name of the table; null: the task's; needed for a second set",
     )
-    model: str | None = Field(None, description="of this task alone; null: the entry's")
+    model: str | None = Field(None, description="model of this task alone; null: the entry's")
     limit: int | None = Field(None, ge=1, description="only the first N items")
     batch: int = Field(64, ge=1, description="items of one encoder call")
     precision: Precision | None = Field(None, description="null: bf16 on a GPU, float32 elsewhere")
@@ -87,7 +89,9 @@ class RetrievalJob(Job):
         "lowers scores of images and captions near to most queries",
     )
     bank_temperature: float = Field(
-        BANK_TEMPERATURE, gt=0, description="of the bank; a low one weights the nearest queries"
+        BANK_TEMPERATURE,
+        gt=0,
+        description="temperature of the bank; a low value weights its nearest queries",
     )
 
     @model_validator(mode="after")

@@ -29,7 +29,7 @@ _SPECIAL = {
 
 
 def to_latex(tables: Sequence[Table]) -> str:
-    """Return the text of a file to `\\input`; it needs the packages named in its first line."""
+    """Return the tables as a file to `\\input`; its first line names the packages it needs."""
     lines = ["% \\usepackage[T1]{fontenc} \\usepackage{booktabs} \\usepackage{graphicx}"]
     return "\n\n".join([*lines, *(latex_table(table) for table in tables)]) + "\n"
 

@@ -165,7 +165,8 @@ def compare(
     load_plugins(plugin or ())
     # Encoding of each variant. `own` or `none` is the first row if it is the reference.
     variants: dict[str, dict[str, Any]] = {}
-    for spec in ([] if reference not in (OWN, NONE) else [reference]) + encodings.split(","):
+    first_row = [reference] if reference in (OWN, NONE) else []
+    for spec in first_row + encodings.split(","):
         name, *settings = spec.strip().split(":")
         encoding: dict[str, Any] = {"name": name, "options": {}}
         for setting in settings:

@@ -104,8 +104,10 @@ def command_of(kind: str, job: type[Job]) -> Callable[..., None]:
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=of)
-            for name, of, default in _parameters(kind, job)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            for name, annotation, default in _parameters(kind, job)
         ]
     )
     # typer prefers annotations to the signature.

@@ -144,7 +144,7 @@ def evaluate_grounding(
 
 def _example(
     preprocess: Callable[[Any], torch.Tensor],
-    text: Callable[[list[str]], TextTokens],
+    tokenize: Callable[[list[str]], TextTokens],
     patch_size: int,
     view: View,
     item: Item,
@@ -154,7 +154,7 @@ def _example(
     image = decode_image(item.raw.image, item.where)
     expression = _expression_text(item, image.size)
     pixels = apply_view(preprocess(image)[None], view, patch_size, index)[0]
-    return GroundingExample(pixels, text([expression]), image.size)
+    return GroundingExample(pixels, tokenize([expression]), image.size)
 
 
 def _count_expressions(annotation: Annotation) -> int:
@@ -218,9 +218,11 @@ def _maps(
 
 
 def _row(item: Item, size: tuple[int, int], heat: NDArray[np.float64]) -> dict[str, Any]:
-    """Return the row of an expression; `box`, `right`, `possible` are None without proposals.
+    """Return the row of an expression, with the figures of its map `heat` (rows, columns).
 
-    size: width and height of the image. heat: map (rows, columns).
+    share: of patches in the expression's box. box: the best-scored proposal. right: this box has
+    IoU ≥ RIGHT_IOU. possible: share of proposals that have it. The last three are None without
+    proposals. size: width and height of the image.
     """
     annotation = item.raw.annotation
     expression = (annotation.expressions or [])[item.part]

@@ -107,5 +107,5 @@ def phrase_heat(loaded: Loaded, image: ImageFeatures, phrase: str) -> NDArray[np
         maps = grad_cam(loaded.model, image, text)[0]
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    # The mean over all tokens with [CLS], as in ALBEF.
+    # The mean over all tokens including [CLS], as in ALBEF.
     return require_finite(maps[text.attention_mask[0]].mean(0).float().cpu().numpy())

@@ -134,7 +134,9 @@ class PageBuilder:
     def _add_anchors(self, image: Any) -> None:
         caption = self._text_input("Caption", self._captions)
         button = self._submit_button("Show")
-        self._gradio.Markdown("For each word the share of channel groups that anchor a patch.")
+        self._gradio.Markdown(
+            "For each word the share of channel groups in which a patch anchors it."
+        )
         words = self._image_gallery("words", 6, preview=True)
         samples, act = [self._images, self._captions], self._session.anchors
         self._add_action(button, "anchors", act, [image, caption], [words], samples)

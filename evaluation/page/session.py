@@ -183,7 +183,7 @@ class ModelSession:
         return plain, overlay_heatmap(plain, heat, side=DISPLAY_SIDE)
 
     def anchors(self, image: ImageInput, text: str) -> list[CaptionedImage]:
-        """Return the image, and a map per word: share of channel groups that anchor each patch."""
+        """Return the image, and a map per word: share of groups in which a patch anchors it."""
         encoded, caption = self._open_image(image), _require_text(text)
         sample = CaptionedSample(encoded.image, [caption], Annotation(), ("", ""))
         with evaluating(self.loaded.model, self.device) as device:

@@ -30,7 +30,7 @@ from vlp.tasks.downstream.registry import task_kinds
 # Images of an example retrieval.
 HITS = 3
 ANCHORS = (
-    "Small images: share of channel groups in which a word anchors each patch, from dark for few "
+    "Small images: share of channel groups in which each patch anchors the word, from dark for few "
     "to yellow for all."
 )
 STYLE = """

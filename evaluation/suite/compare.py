@@ -83,7 +83,7 @@ def sign_flip_p(differences: NDArray[np.floating], permutations: int) -> float:
         return 1.0
     # Sums that differ by rounding alone count as equal.
     observed = abs(nonzero.sum()) - 1e-9 * np.abs(nonzero).sum()
-    # Exact over all sign patterns if they are few; else random signs, the data counted as a draw.
+    # Exact over all sign patterns if they are few; else over random ones and the observed one.
     if len(nonzero) <= 12:
         bits = (np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero))) & 1
         return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
@@ -117,7 +117,7 @@ ItemKey = tuple[Any, ...]
 # Value of each item, by figure.
 Values = dict[str, dict[ItemKey, float]]
 
-# The type of a row is the first of these fields that it has; its item has the fields on the right.
+# Fields that identify a row's item, by the row's type: the first of these keys that it has.
 _KEY_FIELDS = {
     "direction": ("direction", "key", "caption", "text"),
     "question_id": ("key", "question_id", "question"),
@@ -312,6 +312,7 @@ def _require_same_items(
 
 
 def _format_item(item: ItemKey) -> str:
+    # Without the count for repeats, which is last.
     return " ".join(str(part) for part in item[:-1] if part is not None)
 
 

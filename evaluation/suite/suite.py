@@ -58,7 +58,7 @@ class EvaluatedModel(Config):
     name: str = Field(pattern=NAME, description="its name in every table")
     model: str | None = Field(
         None,
-        description="folder or hub name of all tasks that name none; a dual encoder of another "
+        description="folder or hub name, for tasks without a `model`; a dual encoder of another "
         "library is `transformers:NAME` or `open_clip:ARCHITECTURE/TAG`",
     )
     tasks: tuple[AnyJob, ...] = Field(min_length=1, description="tasks to evaluate it on")

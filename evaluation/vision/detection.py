@@ -80,6 +80,7 @@ def _read(
     samples = []
     for index in indices[block * BATCH : (block + 1) * BATCH]:
         image = images.read(index)
+        # From corners to [x, y, width, height].
         extents = image.boxes[:, 2:] - image.boxes[:, :2]
         boxes = np.concatenate([image.boxes[:, :2], extents], -1)
         truth = ImageTruth(
@@ -104,6 +105,7 @@ def _detect(
         return {}
     with evaluation_autocast(device, precision):
         logits, boxes = task.model([pixels.to(device, non_blocking=True) for _, pixels in images])
+    # Of the last decoder layer, without the last class, `no object`.
     scores, labels = logits[-1].softmax(-1)[..., :-1].max(-1)
     # As shares of the image.
     xywh = box_convert(boxes[-1].double(), "cxcywh", "xywh").cpu().numpy()

@@ -166,7 +166,8 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     tail = _new_tail(task, frozen, stored.classes, training.seed)
     sample = stored.by_part["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
-    plain_tail = _new_tail(plain, frozen, stored.classes, 0)
+    # Any seed: its features come from the pretrained weights, not from the new head.
+    plain_tail = _new_tail(plain, frozen, stored.classes, seed=0)
     encodings = tail.encodings()
     weights = [parameter for encoding in encodings.values() for parameter in encoding.parameters()]
     figures = {
@@ -216,7 +217,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
 
 
 def _new_tail(task: ClassificationConfig, frozen: FrozenConfig, classes: int, seed: int) -> Tail:
-    # All methods start from the head of their seed.
+    # With equal seeds, runs with different encodings start from the same head.
     torch.manual_seed(seed)
     return Tail(task, frozen.blocks, classes)
 

@@ -19,7 +19,7 @@ from vlp.tasks.widgets.screens import Screen
 from vlp.tasks.widgets.task import Widgets
 
 BATCH = 32
-# Positions of an edge on either side of the screen, as in the tables of `learned-4d`.
+# Number of positions to which edges are rounded in each direction, as in tables of `learned-4d`.
 POSITIONS = 100
 
 

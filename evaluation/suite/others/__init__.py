@@ -75,11 +75,13 @@ class ModelAdapter(nn.Module):
     def encode_image(self, pixels: Tensor) -> ImageFeatures:
         """Encode pixels (B, 3, rows, columns); the feature (B, d) has unit length."""
         feature = _unit(self.towers.encode_images(pixels))
+        # States (B, 1, 0) and tokens (B, 0, d) are empty.
         return ImageFeatures(feature[:, None, :0], feature, feature[:, None][:, :0])
 
     def encode_text(self, ids: Tensor, mask: Tensor, word_mask: Tensor) -> TextFeatures:
         """Encode ids and masks (B, N); the feature (B, d) has unit length."""
         feature = _unit(self.towers.encode_texts(ids, mask))
+        # States (B, N, 0) and tokens (B, 0, d) are empty.
         states = feature[:, None, :0].expand(-1, ids.shape[1], -1)
         return TextFeatures(states, feature, feature[:, None][:, :0], mask, word_mask)
 
