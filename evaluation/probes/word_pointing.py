@@ -268,6 +268,7 @@ class PointingResult(Result):
         head, columns = [""], [[*POINTERS, *map("control: {}".format, CONTROLS), *REFERENCES]]
         for kind, figures in self.kinds.items():
             controls = figures.controls or {}
+            # The differences `POINTER - CONTROL` name the best control.
             best = next(name.partition(" - ")[2] for name in controls if " - " in name)
             gains = [controls.get(f"{name} - {best}") for name in names]
             references = (figures.pointing.chance, figures.some_object)
