@@ -253,6 +253,7 @@ class _Packer(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype, torch.Size] | None:
         if type(obj) is not Tensor:
             return None
+        # The next tensor starts at a multiple of the alignment.
         start, self.size = self.size, self.size + -(-obj.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.tensors.append((start, obj))
         return start, obj.dtype, obj.shape

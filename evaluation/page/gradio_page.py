@@ -105,6 +105,7 @@ class PageBuilder:
         button = self._submit_button(action.button)
         answers = self._gradio.Label(label=action.output)
 
+        # Values are the images, then the text if the task reads one.
         def act(*values: Any) -> dict[str, float]:
             return dict(session.act(values[: session.image_count], *values[session.image_count :]))
 
@@ -150,6 +151,10 @@ class PageBuilder:
         outputs: list[Any],
         samples: list[Sequence[Any]],
     ) -> None:
+        """Connect an action with its button and text inputs, and add examples.
+
+        samples: example values of each input.
+        """
         gradio, act = self._gradio, self._show_errors(act)
         submits = [part.submit for part in inputs if isinstance(part, gradio.Textbox)]
         event = gradio.on([button.click, *submits], act, inputs, outputs, api_name=name)
