@@ -117,7 +117,7 @@ def _scores(
     by_caption = {name: scores.per_caption[name] for name in ("cider", "rouge_l")}
     notes = [
         f"{', '.join(corpus)} are of all captions together and have no interval.",
-        "CIDEr goes up to 1000 here.",
+        "CIDEr goes up to 1000 in percent.",
     ]
     if java:
         # SPICE needs a separate download; the other figures do not depend on it.

@@ -99,7 +99,7 @@ def positive_ranks(
                 all_ranks["match", direction] = reranked_ranks(dual, match, direction_positives)
             scores = match
             # Training draws ITM negatives in proportion to exp(similarity / temperature), so the
-            # log-odds compare a pair with similar negatives only; the sum, with all candidates.
+            # log-odds compare a pair with similar negatives only; the sum compares it with all.
             if temperature is not None:
                 scaled = dual.similarities.astype(np.float64) / temperature
                 losses["dual", direction] = listwise_losses(
@@ -383,7 +383,7 @@ def _rerank_notes(
         f"{stage} {ARROWS[direction]} {loss:.3f}"
         for (stage, direction), loss in mean_losses.items()
     )
-    average = "List loss in nats, mean over queries with a positive among them"
+    average = f"List loss in nats, mean over queries with a positive among the top {top}"
     return [f"The top {top} were re-ranked by {score}.", f"{average}: {listing or 'none'}."]
 
 
