@@ -137,7 +137,7 @@ def predict_item(
     """Predict by the folder's task; without a task, whether text and image match.
 
     Args:
-        images: image files: one, or for a task about image pairs two, or one with both as panels.
+        images: image files: one; for a task about image pairs two, or one with both as panels.
         text: question, hypothesis, statement or caption; None for a captioning model.
     """
     source = load_for_evaluation(folder) if has_task(folder) else load_model(folder)

@@ -22,7 +22,7 @@ SIDE = 640
 def examples(gallery: Gallery | None) -> list[tuple[Image.Image, str, str, str]]:
     """Return images, each with a caption, a phrase for one object, and a question.
 
-    They are of a gallery, evenly spaced, or generated scenes if it is None.
+    Images are spaced evenly over the gallery; without a gallery, they are generated scenes.
     """
     return [
         (image, caption, _phrase(annotation, caption), _question(annotation))

@@ -222,7 +222,7 @@ def _require_text(text: str) -> str:
 
 
 def _reduce(image: Image.Image, min_side: int) -> Image.Image:
-    """Reduce an image to a shorter side of `min_side` pixels; return smaller ones unchanged."""
+    """Reduce an image to a shorter side of `min_side` pixels; return smaller images unchanged."""
     scale = min_side / min(image.size)
     if scale >= 1:
         return image

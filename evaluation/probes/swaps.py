@@ -139,7 +139,7 @@ def _prepare(
 
 
 def load_mlm_head(loaded: Loaded) -> MLMHead | None:
-    """Return the MLM head of the model folder; None without one."""
+    """Return the MLM head of the model folder; None if it has no MLM head."""
     prefix = "mlm_head."
     state = {
         name.removeprefix(prefix): value
