@@ -91,7 +91,7 @@ class RetrievalJob(Job):
     bank_temperature: float = Field(
         BANK_TEMPERATURE,
         gt=0,
-        description="temperature of the bank; a low value weights its nearest queries",
+        description="temperature of the bank; a low value weights the nearest queries",
     )
 
     @model_validator(mode="after")
