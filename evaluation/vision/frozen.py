@@ -167,7 +167,7 @@ def fit(config: VisionConfig, frozen: FrozenConfig, stored: Tokens) -> dict[str,
     sample = stored.by_part["train"][:BATCH]
     plain = task.model_copy(update={"model": task.model.model_copy(update={"positions": ()})})
     # Any seed: its features come from the pretrained weights, not from the new head.
-    plain_tail = _new_tail(plain, frozen, stored.classes, seed=0)
+    plain_tail = _new_tail(plain, frozen, stored.classes, 0)
     encodings = tail.encodings()
     weights = [parameter for encoding in encodings.values() for parameter in encoding.parameters()]
     figures = {
