@@ -126,6 +126,7 @@ def drop_absolute(model: Model) -> Model:
 
 
 def _adapter(model: nn.Module) -> Any:
+    """Return the adapter of a model; raise ValueError for an unsupported class."""
     from vlp.layers.backbones.adapters import ADAPTERS
 
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):

@@ -163,7 +163,7 @@ class CrossConfig(Config):
     @property
     def reads_padding(self) -> bool:
         """Return whether an encoding may depend on padding or on the padded length."""
-        # Of other encodings this is not known.
+        # Encodings of other packages may.
         return not {*self.position} <= {*BUILT_IN, *SHORTHANDS}
 
     @model_validator(mode="before")
@@ -371,6 +371,7 @@ class ImageConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _move_architecture_options(cls, values: Any) -> Any:
+        """Move the key `architecture_options` into a mapping `architecture`."""
         if not isinstance(values, Mapping) or "architecture_options" not in values:
             return values
         others = {key: value for key, value in values.items() if key != "architecture_options"}

@@ -291,7 +291,7 @@ def _option_notes(config: ModelConfig, trained_config: ModelConfig) -> list[str]
 
 
 def _cross_options(cross: CrossConfig, name: str) -> dict[str, Mapping[str, Any]]:
-    """Return the options that an encoding reads: of `anchor`, and its own."""
+    """Return the options that the encoding `name` reads, by the name that they are set under."""
     anchor = cross.options.get("anchor", {})
     shared = {key: anchor[key] for key in _ANCHOR_OPTIONS.get(name, ()) if key in anchor}
     return {"anchor": shared, name: dict(cross.options.get(name, {}))}
@@ -432,6 +432,7 @@ def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
+    """Read weights by name; raise ValueError if the file is damaged or a value is not finite."""
     try:
         state = load_file(file)
     except SafetensorError as error:

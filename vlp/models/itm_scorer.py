@@ -306,6 +306,7 @@ class ITMScorer:
         return torch.cat([self._match(image, texts.select(rows, tokens)) for rows in chunks])
 
     def _match(self, prepared: PreparedImage, texts: PreparedTexts) -> Tensor:
+        """Compute `match` for one chunk of texts."""
         paths = self._paths(prepared, texts)
         text_context = self._text_context(texts.states.shape[1], paths)
         image_context = self._image_context(paths)

@@ -127,7 +127,10 @@ def token_coordinates(
 def patches_per_side(
     shares: Tensor, grids: Tensor | None, grid: tuple[int, int] | None
 ) -> Tensor | None:
-    """Return columns and rows of `grids`, or else of `grid`: (B or 1, 1, 2), or None."""
+    """Return columns and rows of `grids`, or else of `grid`: (B or 1, 1, 2), or None.
+
+    shares: coordinates, of which only dtype and device are read.
+    """
     if grids is not None:
         return grids.to(shares).flip(-1)[:, None]
     return None if grid is None else shares.new_tensor([[[grid[1], grid[0]]]])

@@ -114,6 +114,7 @@ class RelativePosition(LookupPosition):
         )
 
     def _require_effect(self, roles: Sequence[str], q_ids_transposed: bool) -> None:
+        """Raise ValueError for an option that is set but has no effect."""
         require_default = partial(require_defaults, self.name, RelativePosition)
         method, variant = self.buckets["method"], self.buckets["variant"]
         if method != "euclidean":

@@ -135,6 +135,7 @@ def _type_hints(make: Callable[..., Any]) -> dict[str, Any]:
 
 @cache
 def _adapter(make: Callable[..., Any], name: str) -> TypeAdapter[Any] | None:
+    """Return the validator of an option's type; None without an annotation."""
     annotation = _type_hints(make).get(name)
     if annotation is None:
         return None

@@ -149,10 +149,12 @@ def create_position(name: str, **options: Any) -> PositionEncoding:
 def describe_options(name: str) -> list[EncodingOption]:
     """Return an encoding's options with types and defaults."""
     make = _factory(name)
-    return [
-        EncodingOption(option, kind_of(make, option), ... if x.default is x.empty else x.default)
-        for option, x in parameters_of(make).items()
-    ]
+    options = []
+    for option, parameter in parameters_of(make).items():
+        is_required = parameter.default is parameter.empty
+        default = ... if is_required else parameter.default
+        options.append(EncodingOption(option, kind_of(make, option), default))
+    return options
 
 
 def position_options(name: str) -> frozenset[str]:
@@ -227,6 +229,7 @@ def _source(encoding: type) -> tuple[str, str]:
 
 
 def _factory(name: str) -> Callable[..., PositionEncoding]:
+    """Return the function or class that creates an encoding; raise ValueError for other names."""
     if name not in _ENCODINGS:
         _load_external()
     if name not in _ENCODINGS:

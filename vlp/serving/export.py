@@ -148,11 +148,11 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                     "--format torch"
                 )
     out.mkdir(parents=True, exist_ok=True)
-    names = []
+    file_names = []
     # An ONNX file holds the name of its weights file, so files get their final names at once, in a
     # temporary folder.
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=out) as temporary_folder:
+        folder = Path(temporary_folder)
         with _quiet():
             for part in export_parts(loaded):
                 program, file = exported_program(part), folder / f"{part.name}{SUFFIXES[form]}"
@@ -160,12 +160,12 @@ def export_model(loaded: Loaded, out: Path, form: Form = "onnx") -> list[Path]:
                     _write_program(program, file)
                 else:
                     write_onnx(program, part, file)
-                names.append(file.name)
+                file_names.append(file.name)
         loaded.text.save(folder)
         loaded.preprocess.save(folder)
         for file in folder.iterdir():
             file.replace(out / file.name)
-    return [out / name for name in names]
+    return [out / name for name in file_names]
 
 
 def _write_program(program: ExportedProgram, file: Path) -> None:

@@ -147,6 +147,7 @@ def _front_matter(
 
 
 def _use(card: TaskCard, task: Mapping[str, Any]) -> str:
+    """Return the commands that predict with a fine-tuned model, as Markdown."""
     text = ' --text "…"' if card.text else ""
     second = " b.jpg" if task.get("images", card.images) == 2 else ""
     out = "predictions.json" if card.official else "predictions.jsonl --format jsonl"
@@ -192,6 +193,7 @@ def _tower_name(config: TextConfig | ImageConfig) -> str:
 
 
 def _training(folder: Path) -> str:
+    """Return a table of the training run, as Markdown; a sentence if the run is not found."""
     run = _run_folder(folder)
     if run is None:
         return "Unknown: the folder of the training run is not the parent of the model folder."
@@ -226,7 +228,7 @@ def _training(folder: Path) -> str:
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each training folder: path, weight unless 1, samples if it exists."""
+    """Yield a line for each training folder: path, weight unless 1, samples if it can be read."""
     from vlp.data.shards.shard_reader import ShardIndex
 
     weights_by_path = [
@@ -242,6 +244,7 @@ def _sources(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _results(folder: Path) -> Iterator[_Result]:
+    """Yield the results saved in a model folder or in its results folder, by file name."""
     # Of two files of one name, that of the run's results folder counts.
     files = {
         file.name: file

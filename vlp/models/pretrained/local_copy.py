@@ -79,5 +79,6 @@ def hub_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _may_be_on_hub(folder_or_name: str | Path) -> bool:
+    """Return whether a name has the form OWNER/NAME of a model on the hub."""
     name = str(folder_or_name)
     return "/" in name and may_be_on_hub(name)

@@ -263,6 +263,7 @@ def _find_files(name: str, optional: str | None = None) -> tuple[Path, Path]:
 
 
 def _from_hub(name: str, optional: str | None) -> tuple[Path, Path]:
+    """Download and return the configuration file and weights file of a hub name."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -276,18 +277,19 @@ def _from_hub(name: str, optional: str | None) -> tuple[Path, Path]:
             try:
                 return config, Path(hf_hub_download(name, file))
             except EntryNotFoundError as error:
-                last = error
+                last_error = error
     except Exception as error:  # of the name, the network, the hub or the disk
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise FileNotFoundError(
             f"cannot load {name}: it is no local folder, and cannot be read from the hub ({reason})"
         ) from error
     # Offline, a file that is missing in the cache may exist on the hub.
-    location = "in the cache" if isinstance(last, LocalEntryNotFoundError) else "on the hub"
+    location = "in the cache" if isinstance(last_error, LocalEntryNotFoundError) else "on the hub"
     raise FileNotFoundError(f"cannot load {name}: no {' or '.join(WEIGHT_FILES)} {location}")
 
 
 def _from_timm(name: str) -> Published:
+    """Read a timm model's public weights, with the model as their settings."""
     import timm
 
     if not timm.is_model(name):
