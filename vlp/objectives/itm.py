@@ -67,15 +67,16 @@ def hard_negatives(
     # Draws (groups, size, 2, K): direction, then the K points of the systematic sample.
     draws = uniform.double().unflatten(0, (groups, size))[..., None]
     draws = (draws + torch.arange(count, device=indices.device)) / count
+    # (groups, size, K), indices within the group.
     text = _inverse_cdf(logits, allowed, draws[:, :, 0])
     image = _inverse_cdf(logits.transpose(1, 2), allowed, draws[:, :, 1])
     group_start = indices.unflatten(0, (groups, size))[:, :1, None]
     # `allowed` is symmetric, so both directions have negatives in the same rows.
     exists = allowed.any(-1).flatten().repeat_interleave(count)
-    indices = indices.repeat_interleave(count)
+    row_indices = indices.repeat_interleave(count)
     return Negatives(
-        text_for_image=torch.where(exists, (text + group_start).flatten(), indices),
-        image_for_text=torch.where(exists, (image + group_start).flatten(), indices),
+        text_for_image=torch.where(exists, (text + group_start).flatten(), row_indices),
+        image_for_text=torch.where(exists, (image + group_start).flatten(), row_indices),
         exists=exists,
     )
 

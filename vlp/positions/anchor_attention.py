@@ -47,9 +47,9 @@ def readable_keys(path: Tensor) -> int:
     row_starts = (path.stride(0), path.stride(1), path.stride(3), start)
     is_aligned = path.stride(2) == 1 and not any(step % _ALIGNED for step in row_starts)
     padded_keys = aligned_length(keys)
-    last = sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
-    end = (start + last + 1 + padded_keys - keys) * path.itemsize
-    return padded_keys if is_aligned and end <= path.untyped_storage().nbytes() else keys
+    last_entry = start + sum((size - 1) * stride for size, stride in zip(path.shape, path.stride()))
+    end_byte = (last_entry + 1 + padded_keys - keys) * path.itemsize
+    return padded_keys if is_aligned and end_byte <= path.untyped_storage().nbytes() else keys
 
 
 def aligned_length(keys: int) -> int:

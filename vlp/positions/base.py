@@ -1,4 +1,4 @@
-"""Base classes of position encodings: five hooks of attention, optional fast paths, PEmixer."""
+"""Base classes of position encodings: five hooks, optional fast paths, PEmixer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PositionContext:
 
 
 class PositionEncoding(nn.Module):
-    """Base of every encoding; attention calls the hooks that a subclass overrides.
+    """Base of every encoding; models and attention layers call the hooks that a subclass overrides.
 
     Most encodings override one of the five HOOKS. Some have fast paths, too: `inputs` on projected
     keys and values (`shares_keys`), and `attend` (`has_kernel`).
@@ -94,7 +94,7 @@ class PositionEncoding(nn.Module):
 
     @property
     def hooks(self) -> frozenset[str]:
-        """Return the names of the hooks that attention calls."""
+        """Return the names of the overridden hooks, which are called."""
         return frozenset(
             hook
             for hook in self.HOOKS

@@ -544,12 +544,12 @@ def load_bert(
 
     Without `cross.weights`, the next `cross.layers` layers go to the cross-modal encoder.
     """
-    text_layers, cross_weights = model.config.text.layers, model.config.cross.weights
-    cross_layers = 0 if cross_weights else model.config.cross.layers
+    text_layers, has_cross_source = model.config.text.layers, bool(model.config.cross.weights)
+    cross_layers = 0 if has_cross_source else model.config.cross.layers
     embedding, layers = _bert_parts(state, source)
-    text = embedding | _layer_weights(layers[:text_layers])
-    cross = _layer_weights(layers[text_layers : text_layers + cross_layers])
-    unused, count = _unused_keys(state, text, cross), len(layers)
+    text_weights = embedding | _layer_weights(layers[:text_layers])
+    cross_weights = _layer_weights(layers[text_layers : text_layers + cross_layers])
+    unused, count = _unused_keys(state, text_weights, cross_weights), len(layers)
     # A BERT of `text.layers` layers leaves the cross-modal encoder as it is.
     if count < text_layers or text_layers < count < text_layers + cross_layers:
         raise ConfigError(
@@ -557,11 +557,13 @@ def load_bert(
             f"{cross_layers} need {text_layers + cross_layers} (or {text_layers}, which leaves the "
             "cross-modal encoder at its initialisation)"
         )
-    notes = check_bert(settings, model.config, source, with_cross=bool(cross))
+    notes = check_bert(settings, model.config, source, with_cross=bool(cross_weights))
     text_source, optional = f"{source} -> text encoder", (r"projection\.",)
-    reports = [copy_weights(model.text_encoder, text, text_source, unused, optional, notes=notes)]
-    if not cross_weights:
-        reports.append(_copy_to_cross(model, cross, source, [], notes))
+    reports = [
+        copy_weights(model.text_encoder, text_weights, text_source, unused, optional, notes=notes)
+    ]
+    if not has_cross_source:
+        reports.append(_copy_to_cross(model, cross_weights, source, [], notes))
     return reports
 
 
