@@ -27,7 +27,7 @@ from vlp.precision import at_least_float32, require_finite
 
 
 class AnswerDecoderConfig(Config):
-    """Sizes and initial weights of the decoder; its width is the encoders'."""
+    """Sizes and initial weights of the decoder, which has the width of the encoders."""
 
     layers: int = Field(6, ge=1, description="number of layers")
     heads: int | None = Field(None, ge=1, description="null: the cross-modal encoder's")
@@ -543,7 +543,7 @@ class AnswerRanking:
 
 
 def _chunks(lengths: list[int], max_tokens: int) -> Iterator[slice]:
-    """Yield slices of ascending lengths, of at most `max_tokens` with padding, or of one text."""
+    """Yield slices of ascending `lengths`: at most `max_tokens` each, padded, or a single text."""
     start = 0
     for stop in range(1, len(lengths) + 1):
         if stop == len(lengths) or (stop + 1 - start) * lengths[stop] > max_tokens:

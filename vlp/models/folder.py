@@ -258,7 +258,7 @@ def start_from(model: VLPModel, folder_or_name: str | Path) -> LoadReport:
 
 
 def _fit_tower(model: VLPModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the image tower, in its sizes, by the model's names."""
+    """Return the weights of the image tower, resized for the model, by the model's names."""
     names = [name for name in weights if name.startswith(_TOWER)]
     tower_state = fit_image_tower(
         model.image_encoder.vit, {name.removeprefix(_TOWER): weights[name] for name in names}

@@ -203,7 +203,7 @@ def _add_value_terms(
     return out
 
 
-# Image tokens per pass on a CPU, whose states fit a core's cache.
+# Number of image tokens per pass on a CPU: their states fit a core's cache.
 _CACHED_TOKENS = 2048
 
 

@@ -168,7 +168,7 @@ def position_offset(tower: nn.Module) -> int:
 
 
 def require_padding(tower: nn.Module | None, pad_id: int) -> None:
-    """Require the vocabulary's `pad_id` of a tower that counts positions from its id of padding."""
+    """Require that a tower that counts positions from its padding id has the same `pad_id`."""
     offset = 0 if tower is None else position_offset(tower)
     if offset and offset - 1 != pad_id:
         raise ConfigError(
@@ -208,7 +208,7 @@ def word_width(config: TextConfig) -> int:
 
 
 def longest_module_list(tower: nn.Module) -> str:
-    """Return the dotted name of a tower's longest `nn.ModuleList`, which has its layers."""
+    """Return the dotted name of a tower's longest `nn.ModuleList`: the list of its layers."""
     lists = {n: part for n, part in tower.named_modules() if isinstance(part, nn.ModuleList)}
     return max(lists, key=lambda name: len(lists[name]))
 

@@ -36,9 +36,9 @@ from vlp.positions.anchor_field import (
 )
 from vlp.precision import at_least_float32
 
-# Width that INIT_STD is meant for. Image and cross-modal encoders scale it by sqrt(768 / width), as
-# 0.02 at width 128 keeps activations near zero for hundreds of steps. The text encoder keeps 0.02,
-# as larger values mix its tokens too early.
+# Width that INIT_STD is meant for. Image and cross-modal encoders scale INIT_STD by
+# sqrt(768 / width), as 0.02 at width 128 keeps activations near zero for hundreds of steps. The
+# text encoder keeps 0.02, as larger values mix its tokens too early.
 REFERENCE_WIDTH = 768
 
 # Smallest delta: the distance of an anchor is at most 1 / delta.

@@ -60,7 +60,7 @@ def clip_index(x: Tensor, beta: float) -> Tensor:
 
 
 def table_size(method: Method, ratio: float = 1.9, prefix_tokens: int = 0) -> int:
-    """Return the rows of one table; cross has two, rows and columns (papers.md#irpe-i7)."""
+    """Return the rows of one table; cross has two tables, rows and columns (papers.md#irpe-i7)."""
     require_choice("bucket method", method, get_args(Method))
     if not 0 < ratio < math.inf:
         raise ValueError(f"the bucket ratio must be positive, not {ratio}")

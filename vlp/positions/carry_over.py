@@ -91,7 +91,7 @@ def _resize(
     grid: Grid,
     trained_grid: Grid,
 ) -> Tensor:
-    """Return a trained table resized for `grid`; unchanged if it cannot be resized."""
+    """Return a trained table resized for `grid`; the caller checks the shape of the result."""
     if isinstance(encoding, ClippedPosition):
         if encoding.prefix_bucket != trained.prefix_bucket:
             # The caller reports the shape, which does not fit.

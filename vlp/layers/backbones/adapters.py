@@ -153,7 +153,7 @@ class Adapter:
     positioned: ClassVar[dict[type, type]]
     # Name of the module that outputs the embedded tokens.
     token_module: ClassVar[str] = "pos_drop"
-    # Whether its output includes the prefix.
+    # Whether the output of `token_module` includes the prefix.
     has_prefix: ClassVar[bool] = True
     # Whether a hook of the patch convolution records the grid.
     hooks_grid: ClassVar[bool] = True

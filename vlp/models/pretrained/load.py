@@ -132,7 +132,7 @@ def check_image_tower(
         return check_vit(source_model, vit_settings(tower, "image.architecture"), source)
     settings, source_settings = network_settings(tower), network_settings(source_model)
     keys = settings.keys() & source_settings.keys()
-    # RoPE has no weights, which would show that a model lacks it.
+    # RoPE has no weights: only a module shows whether a model has RoPE.
     keys |= {"rope is"} & (settings.keys() | source_settings.keys())
     _require_equal("vit.{}", source_settings, settings, keys, source)
     return []
@@ -186,7 +186,7 @@ def check_text_tower(
         config.text.model_copy(update={"architecture": architecture})
     )
     model_settings, source_settings = model_config.to_dict(), source_config.to_dict()
-    # Not only training reads them: ESM scales embeddings by its `token_dropout`.
+    # Settings that also inference reads: ESM scales embeddings by its `token_dropout`.
     inference_keys = {"pad_token_id", "token_dropout"}
     # DeBERTa buckets offsets by the number of positions; other models have a table of that size.
     if model_settings.get("relative_attention"):

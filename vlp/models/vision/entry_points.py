@@ -112,7 +112,7 @@ def _build(
         raise ValueError(f"absolute is 'keep' or 'drop', not {absolute!r}")
     if model.timm_class is VisionTransformer:
         options.setdefault("pos_embed", "learn" if absolute == "keep" else "none")
-        # `pos_embed` decides it already; `attach` has nothing to drop.
+        # The option `pos_embed` has the effect already: `attach` has nothing to drop.
         absolute = "keep"
     network: nn.Module = model.timm_class(**options)
     if model.position is None:
