@@ -133,7 +133,7 @@ def _adapter(model: nn.Module) -> Any:
         from vlp.layers.backbones.transformers_vit import TransformersAdapter
 
         return TransformersAdapter(cast(Any, model))
-    # `positioned`: classes of timm, and by each its subclass for layers with encodings.
+    # `positioned` maps each class of timm to its subclass with encodings; both may be attached to.
     for adapter in ADAPTERS:
         if type(model) in {*adapter.positioned, *adapter.positioned.values()}:
             return adapter(model)
