@@ -86,8 +86,8 @@ class RandomBlocks:
         self.precision: Precision | None = precision
         self.width, self.embed_dim = config.text.width, config.embed_dim
         self.patches = config.image.grid[0] * config.image.grid[1]
-        self.images: BlockCache[int] = BlockCache(self._encode_images, memory)
-        self.texts: BlockCache[int] = BlockCache(self._encode_texts, memory)
+        self.image_blocks: BlockCache[int] = BlockCache(self._encode_images, memory)
+        self.text_blocks: BlockCache[int] = BlockCache(self._encode_texts, memory)
         rng = np.random.default_rng(0)
         max_tokens = config.text.max_tokens
         lengths = SHORTEST + np.floor(rng.gamma(SHAPE, SCALE, texts)).astype(np.int64)
@@ -101,7 +101,7 @@ class RandomBlocks:
     def text(self, index: int, tokens: int) -> TextFeatures:
         """Return the features of a caption, as a batch of one, padded to `tokens`."""
         block, row = self.collection.text_location[index]
-        fields = self.texts[int(block)].features.select(torch.tensor([row], device=self.device))
+        fields = self.text_blocks[int(block)].features.select(torch.tensor([row], device=self.device))
         states, feature, *others = fields
         states, *others = (_pad(field, self.length(index), tokens) for field in (states, *others))
         return TextFeatures(states, feature, *others)
@@ -114,7 +114,7 @@ class RandomBlocks:
     def image(self, index: int) -> ImageFeatures:
         """Return the features of an image, as a batch of one."""
         block, row = self.collection.image_location[index]
-        return self.images[int(block)].features.select(torch.tensor([row], device=self.device))
+        return self.image_blocks[int(block)].features.select(torch.tensor([row], device=self.device))
 
     def _collection(self, rng: np.random.Generator, images: int, texts: int) -> Collection:
         image = torch.from_numpy(rng.standard_normal((images, self.embed_dim), np.float32))

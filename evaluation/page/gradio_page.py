@@ -149,7 +149,7 @@ class PageBuilder:
         act: Callable[..., Any],
         inputs: list[Any],
         outputs: list[Any],
-        samples: list[Sequence[Any]],
+        samples: Sequence[Sequence[Any]],
     ) -> None:
         """Connect an action with its button and text inputs, and add examples.
 
