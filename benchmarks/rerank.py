@@ -101,7 +101,9 @@ class RandomBlocks:
     def text(self, index: int, tokens: int) -> TextFeatures:
         """Return the features of a caption, as a batch of one, padded to `tokens`."""
         block, row = self.collection.text_location[index]
-        fields = self.text_blocks[int(block)].features.select(torch.tensor([row], device=self.device))
+        fields = self.text_blocks[int(block)].features.select(
+            torch.tensor([row], device=self.device)
+        )
         states, feature, *others = fields
         states, *others = (_pad(field, self.length(index), tokens) for field in (states, *others))
         return TextFeatures(states, feature, *others)
@@ -114,7 +116,9 @@ class RandomBlocks:
     def image(self, index: int) -> ImageFeatures:
         """Return the features of an image, as a batch of one."""
         block, row = self.collection.image_location[index]
-        return self.image_blocks[int(block)].features.select(torch.tensor([row], device=self.device))
+        return self.image_blocks[int(block)].features.select(
+            torch.tensor([row], device=self.device)
+        )
 
     def _collection(self, rng: np.random.Generator, images: int, texts: int) -> Collection:
         image = torch.from_numpy(rng.standard_normal((images, self.embed_dim), np.float32))
