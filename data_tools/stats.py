@@ -110,7 +110,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     for kind in ("formats", "sources", "bad samples"):
         counts = list(summary[kind].items())
         more = f" and {len(counts) - 8} more" if len(counts) > 8 else ""
-        print(f"  {kind}: {', '.join(f'{name} {count}' for name, count in counts[:8])}{more}")
+        shown = ", ".join(f"{name} {count}" for name, count in counts[:8])
+        print(f"  {kind}: {shown or 'none'}{more}")
     repeated = summary["repeated"]
     print(
         f"  repeated keys within a folder: {repeated['keys']}; images (source and image_id) in "

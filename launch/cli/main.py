@@ -149,6 +149,8 @@ def finetune(
     """
     _read_config(config)
     if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
+        if not config.is_file():  # it may name the task's plugin
+            raise ConfigError(f"{config}: there is no such file")
         raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
     if (count := _rank_count(ranks)) > 1:

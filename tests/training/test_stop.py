@@ -89,8 +89,10 @@ with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
     [(0.5, 60.0, "while it validated or saved"), (60.0, 0.5, "in the midst of a step")],
 )
 def test_patience_ends(patience, inside, told):
-    message = f"rank 0 stopped by SIGTERM {told}\n"
-    assert outcome(IN_PATIENCE, patience, inside) == (REQUEUE, message)
+    code, error = outcome(IN_PATIENCE, patience, inside)
+    announcement, *_, last = error.splitlines()
+    assert announcement.startswith("SIGTERM: the run stops after this validation or checkpoint")
+    assert (code, last) == (REQUEUE, f"rank 0 stopped by SIGTERM {told}")
 
 
 def test_a_process_with_many_open_files_is_watched():

@@ -208,6 +208,7 @@ class StopSignals:
         # `select.select` fails for descriptors from 1024 on.
         poller = select.poll()
         poller.register(self._read, select.POLLIN)
+        rank, is_announced = os.environ.get("RANK", "0"), False
         while not self._over.is_set():
             has_signal = poller.poll(1000 * _POLL_SECONDS)
             # Python writes a byte for each signal: its number.
@@ -217,9 +218,16 @@ class StopSignals:
             if self._launchers.is_lost():
                 self._request("the end of its launcher")
             is_suspended = self._is_suspended
+            if is_suspended and self.reason is not None and not is_announced and rank == "0":
+                is_announced = True
+                with suppress(OSError):
+                    print(
+                        f"{self.reason}: the run stops after this validation or checkpoint, in "
+                        f"{self._patience:.0f} s at most; a second Ctrl-C ends it unsaved",
+                        file=sys.stderr,
+                    )
             limit = self._request_time + self._patience if is_suspended else self._deadline
             if time.monotonic() >= limit and not self._over.is_set():
-                rank = os.environ.get("RANK", "0")
                 when = "while it validated or saved" if is_suspended else "in the midst of a step"
                 if self._last_check is None:
                     when = "before its first step"
