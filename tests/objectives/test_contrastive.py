@@ -290,7 +290,7 @@ def test_names_of_other_heads_are_allowed_missing_ones_are_not():
     weights = dict(student.named_parameters()) | {"itm.weight": torch.zeros(2)}
     teacher.update(weights, 0.9)
     del weights["layer.bias"]
-    with pytest.raises(KeyError, match=r"no layer\.bias \(1 of 2"):
+    with pytest.raises(KeyError, match=r"layer\.bias"):
         teacher.update(weights, 0.9)
 
 
