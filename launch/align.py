@@ -69,7 +69,9 @@ def align(
     task, data = build(config)
     warn_if_emulated("training.precision", config.training.precision)
     num_batches = data.batches_left(0, epochs)
-    if not task.model.image_encoder.frozen or not _repeats_images(config, data, num_batches):
+    if not task.model.image_encoder.frozen or not _pays_to_store_features(
+        config, data, num_batches
+    ):
         return _align(config, task, data, num_batches, out, shrinkage)
     del task, data
     folder = out / ".features"
@@ -90,8 +92,9 @@ def align(
     return result
 
 
-def _repeats_images(config: PretrainConfig, data: Any, num_batches: int) -> bool:
+def _pays_to_store_features(config: PretrainConfig, data: Any, num_batches: int) -> bool:
     """Return whether the tower would encode each image more than twice on average."""
+    # They are stored already, or an epoch reads a part of the images only.
     if config.data.features is not None or config.data.epoch_samples is not None:
         return False
     images = sum(index.shards.total for index in data.indices)

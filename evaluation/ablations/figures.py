@@ -78,10 +78,11 @@ def evaluate_scenes(folder: Path, scenes: Path) -> dict[str, float]:
 
 
 def evaluate_images(folder: Path, settings: MeasuredConfig) -> dict[str, float]:
-    """Evaluate recall and foils in percent, and losses of lists: `list_loss/...`.
+    """Evaluate recall and foils in percent, and list losses in nats (`list_loss/...`).
 
     Recall is of the dual encoder (`dual/...`), and re-ranked by similarity plus match score
-    (`rerank/...`) and by the match score alone (`match/...`). List losses are in nats.
+    (`rerank/...`) and by the match score alone (`match/...`). The list loss is the cross-entropy
+    over a query's re-ranked candidates.
     """
     import vlp
     from evaluation.probes.foils import evaluate_foils

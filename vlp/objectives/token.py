@@ -175,15 +175,16 @@ def phrase_loss(
 ) -> Loss:
     """Compute a cross-entropy by which words attend to the patches of more selective neighbours.
 
-    The selectivity of a word is sel_n = max_m s_mn - mean_m relu(s_mn). Its leader is the most
-    selective word at a distance of 1 to `PHRASE_REACH`, and the loss of the word is
+    s_mn is the cosine of patch m and word n; the selectivity of a word is sel_n = max_m s_mn -
+    mean_m relu(s_mn). Its leader is the most selective word at a distance of 1 to `PHRASE_REACH`,
+    and the loss of the word is
 
         relu(sel_leader - sel_n - PHRASE_MARGIN) * H(softmax_m(a s_m,leader), softmax_m(a s_mn)),
 
-    where H(target, attention) is the cross-entropy and a = PHRASE_SCALE; only the last s_mn has a
-    gradient. So "circle" in "a red circle" learns to select the patches of "red". This needs a text
-    encoder that reads word order. The term is not from a paper (docs/results/anchors.md). The loss
-    is a sum over words.
+    where H(target, attention) is the cross-entropy and a = PHRASE_SCALE. Gradients flow through the
+    attention only. So "circle" in "a red circle" learns to select the patches of "red". This needs
+    a text encoder that reads word order. The term is not from a paper (docs/results/anchors.md).
+    The loss is a sum over words.
 
     image_tokens: (B, M, D) and text_tokens: (B, N, D), unit length; word_mask: (B, N) bool, True =
     word piece; valid: (B,) bool, False = not counted.

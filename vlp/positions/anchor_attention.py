@@ -140,15 +140,16 @@ def _launch_backward(*arguments: Any) -> Gradients:
     inputs = _Inputs(tensors, heads)
     query_grad, key_grad, value_grad, terms_grad = _empty_gradients(*arguments)
     single_block = inputs.key_blocks == 1
-    # With a single block of keys the kernel does not use `query_sum`.
-    query_sum = out if single_block else torch.empty_like(query_grad, dtype=torch.float32)
+    # The kernel sums the queries' gradient over blocks of keys in float32; with a single block any
+    # tensor stands in.
+    query_grad_sum = out if single_block else torch.empty_like(query_grad, dtype=torch.float32)
     pair_terms_grad = terms_grad.new_empty(inputs.pairs, *terms_grad.shape)
     inputs.launch(
         "attention_backward",
         heads,
         scale,
         *(out, residual, row_statistics, out_grad.contiguous()),
-        *(query_grad, key_grad, value_grad, query_sum, pair_terms_grad),
+        *(query_grad, key_grad, value_grad, query_grad_sum, pair_terms_grad),
         SINGLE_BLOCK=single_block,
     )
     return query_grad, key_grad, value_grad, pair_terms_grad.sum(0)

@@ -125,7 +125,10 @@ class AnchorPosition(PositionEncoding):
         return anchor_attention(query, key, value, path, terms, heads, means, mask, scale)
 
     def kernel_terms(self, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return the `terms` of `anchor_attention`, the same for both directions."""
+        """Return the `terms` of `anchor_attention`, for image-to-text and text-to-image attention.
+
+        weights: of the projections of query, key and value, (width, width) each.
+        """
         if self.mode == "bias":
             return self._slopes().expand(-1, self.heads)
         value = self._table("value")

@@ -37,7 +37,7 @@ OWN, OTHER = 1, 2
 
 
 def words_with_boxes(annotation: Annotation) -> list[Word]:
-    """Return the words that have boxes; their captions count in `captions_of`."""
+    """Return the words with boxes; `Word.caption` becomes an index into `captions_of`."""
     # From indices among all captions to indices among those that are not empty.
     new_index = {old: new for new, old in enumerate(caption_indices(annotation))}
     return [

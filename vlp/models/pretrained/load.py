@@ -52,7 +52,7 @@ def check_bert(
 ) -> list[str]:
     """Check a BERT's config.json against the model's configuration; return notes for the report."""
     if settings is None:
-        # No shape depends on the number of heads.
+        # Shapes of weights tell all sizes but the number of heads, which is noted.
         return [_UNKNOWN_HEADS.format(config.text.heads if with_text else config.cross.heads)]
     keys = {"text.width": "hidden_size"}
     if with_text:

@@ -42,10 +42,10 @@ def anchor_statistics(
     word_mask: Tensor,
     valid: Tensor,
 ) -> AnchorStatistics:
-    """Compute statistics of Eqs 3-7 for the matching pairs of all ranks, which must all call it.
+    """Compute statistics of ACE-RPE's Eqs 3-7 over the matching pairs of all ranks; collective.
 
-    `similarity`, `path` and the mask `reachable` are (B, M, N, G), the masks `word_mask` (B, N) and
-    `valid` (B,).
+    `similarity`, `path` and the mask `reachable` are (pairs B, patches M, words N, groups G), the
+    masks `word_mask` (B, N) and `valid` (B,).
     """
     words = word_mask & valid[:, None]
     sums = anchor_sums(similarity, threshold, path, reachable, words)
