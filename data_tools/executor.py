@@ -205,11 +205,20 @@ def _submit_all(
 
 @contextmanager
 def _defer_sigint() -> Iterator[None]:
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # A mask would hold for this thread alone: another one would receive the signal.
+    handler = signal.getsignal(signal.SIGINT)
+    # None: the handler is not Python's. Only the main thread receives and sets signals.
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: signals.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if signals:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _init_worker(parent: int, stop: Any) -> None:
@@ -217,5 +226,4 @@ def _init_worker(parent: int, stop: Any) -> None:
     _stopping = stop
     # The terminal sends Ctrl-C to all processes; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # inherited from `_defer_sigint`
     end_with_parent(signal.SIGKILL, parent)

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from every_tool import run_every_tool, sources
 
 from data_tools import verify
 from data_tools.__main__ import main
-from data_tools.executor import Executor, open_ledger
+from data_tools.executor import Executor, _defer_sigint, open_ledger
 from vlp.config import ConfigError
 
 PROGRAM = """
@@ -102,6 +103,23 @@ def test_no_process_outlives_the_command(tmp_path, number, code):
     assert process.wait(timeout=120) in (code, -number)
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert all(worker.status() == psutil.STATUS_ZOMBIE for worker in alive)
+
+
+def test_an_interrupt_waits_for_the_start_of_a_pool():
+    end, steps = threading.Event(), []
+
+    def start():
+        with _defer_sigint():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            steps.append("started")
+
+    # This thread would receive a signal that the main thread masks.
+    threading.Thread(target=end.wait, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    end.set()
+    assert steps == ["started"]
 
 
 def test_every_tool_gives_the_same_with_one_and_two_processes(tmp_path):
