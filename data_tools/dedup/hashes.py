@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import combinations, pairwise
 from math import comb
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from scipy.fft import dctn
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from typer import Option
@@ -121,7 +120,8 @@ def hash_image(data: bytes, where: str = "the image") -> tuple[int, Hashes] | No
     if gray is None:
         gray = decode_image(data, where).convert("L")
     small = gray.resize((_SIDE, _SIDE), Image.Resampling.BOX)
-    coefficients = dctn(np.asarray(small, dtype=np.float64), norm="ortho")[:_LOW, :_LOW]
+    cosines = _cosines()
+    coefficients = cosines @ np.asarray(small, dtype=np.float64) @ cosines.T
     # The DCT is orthonormal and coefficient (0, 0) the mean: this is the low frequencies' variance.
     variance = ((coefficients * coefficients).sum() - coefficients[0, 0] ** 2) / _SIDE**2
     if variance < FLAT**2:
@@ -210,6 +210,16 @@ def _decode_reduced(image: Image.Image) -> Image.Image:
 def _median_bits(block: NDArray[np.float64]) -> Hashes:
     """Return which values of a block are above its median, packed into words of 64 bits."""
     return np.packbits(block > np.median(block)).view("<u8")
+
+
+@cache
+def _cosines() -> NDArray[np.float64]:
+    """Return the lowest rows of the orthonormal DCT-II, (coefficients, pixels)."""
+    # Another algorithm rounds zero coefficients of symmetric images, and so hashes, differently.
+    frequency, pixel = np.arange(_LOW)[:, None], np.arange(_SIDE)[None]
+    cosines = np.cos(np.pi * frequency * (2 * pixel + 1) / (2 * _SIDE)) * np.sqrt(2 / _SIDE)
+    cosines[0] /= np.sqrt(2)
+    return cosines
 
 
 _CHUNK = 1 << 18  # queries compared at once
