@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -84,6 +84,8 @@ class _TableMatch(NamedTuple):
     columns: Columns
     path: str
     split: str | None
+    digits: int = 6  # of the row numbers that name embedded images
+    read: Callable[[Any], Any] = lambda value: value  # adds the bytes of an image; BadSample
 
 
 def recognise(
@@ -226,7 +228,8 @@ def _table_images(
                 value = value[0]
             try:
                 captions = _texts_of(row, match.columns.captions)
-                image = add_image(value, f"{stem}-{number:06d}", tree)
+                value = match.read(value)
+                image = add_image(value, f"{stem}-{number:0{match.digits}d}", tree)
             except BadSample as bad:
                 faults.append(Fault(bad.kind, where))
                 continue
@@ -487,17 +490,17 @@ def hub_form(
                 return
             except Exception as error:  # of the network or the files
                 raise ConfigError(f"{where}: cannot be read ({error}); run again") from error
-            try:
-                row[columns.image] = _read_bytes(row[columns.image], name)
-            except (BadSample, OSError) as error:
-                faults.append(Fault(getattr(error, "kind", "missing image"), where))
-                continue
             yield where, row
 
     title = f"a data set of the hub with {', '.join(parts)}, streamed"
     notes = [f"{place}: {columns.describe(column_names)}"]
     tables = {split: UserTable(column_names, partial(rows, split)) for split in parts}
-    matches = [_TableMatch(table, columns, split, split) for split, table in tables.items()]
+    read = partial(_read_bytes, name=name)
+    matches = [
+        # Names of splits may hold dots, and the suffix of a path is dropped.
+        _TableMatch(table, columns, f"{split}.hub", split, digits=8, read=read)
+        for split, table in tables.items()
+    ]
     images = _table_images(matches, tree, faults, None)
     return Form(title, notes, images, covers_all_images=False)
 
@@ -527,8 +530,11 @@ def _read_bytes(value: Any, name: str) -> Any:
 
     if not _is_inside(str(value["path"]), name):
         raise BadSample("image outside the data set", str(value["path"]))
-    with fsspec.open(value["path"], "rb") as file:
-        return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}
+    try:
+        with fsspec.open(value["path"], "rb") as file:
+            return {**value, "bytes": file.read(MAX_IMAGE_BYTES + 1)}
+    except OSError as error:
+        raise BadSample("missing image", str(value["path"])) from error
 
 
 def _is_inside(path: str, name: str) -> bool:

@@ -373,12 +373,14 @@ def test_a_row_that_points_out_of_the_data_set_is_counted_and_not_read(tmp_path)
     private.write_bytes(rows[0]["image"]["bytes"])
     for row, path in zip(rows, (f"{private}", f"file://{private}", "http://127.0.0.1:9/me.jpg")):
         row["image"] = {"bytes": None, "path": path}
+    rows[3]["image"]["path"] = None
     as_parquet(tmp_path / "set" / "train.parquet", rows)
     out = tmp_path / "out"
     command = ["import", f"hub:{tmp_path / 'set'}", "--out", str(out), "--processes", "1"]
     assert main([*command, "--split", "1", "0", "0"]) == 0
     manifest = json.loads((out / "train" / "manifest.json").read_text())
     assert manifest["samples"] == 5
+    assert ShardIndex.open(out / "train").read(0, 0).key == "train-00000003"
     assert manifest["failures"]["image outside the data set"]["count"] == 3
     assert forms._is_inside("zip://a.jpg::hf://datasets/me/set@abc/a.zip", "me/set")
     for path in (
