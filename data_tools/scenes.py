@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -52,7 +52,7 @@ PARTS = (
     *("boxes", "boxes_val", "boxes_any"),
 )
 _SETTINGS = ("seed", "image_size", "samples_per_shard", *Variety._fields)
-_CHUNK = 256  # samples of a job; with a single job, no process is started
+_CHUNK = 256  # samples of a job
 
 
 class SceneFiles(NamedTuple):
@@ -120,7 +120,8 @@ def scenes(out: Out, options: SceneOptions, workers: WorkerOptions) -> int:
     Give a number of samples for other parts. The same arguments give the same bytes, with any
     number of processes.
     """
-    executor = workers.workers()
+    # Without other processes, each sample is written as soon as it is made.
+    executor = None if workers == WorkerOptions(processes=1) else workers.workers()
     start = time.perf_counter()
     with FolderLock(out):
         _check_folder(out, options)
@@ -172,7 +173,7 @@ def make_sample(
     return SceneFiles(key, image, statement_annotation(box_statement))
 
 
-def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor) -> int:
+def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor | None) -> int:
     count, seed, image_size = getattr(options, part), options.seed, options.image_size
     variety = options.variety
     kinds = cast("Sequence[SwapKind] | None", options.kinds)  # checked by SceneOptions
@@ -184,7 +185,9 @@ def _write_part(part: str, out: Path, options: SceneOptions, executor: Executor)
         missing = [job for key, job in zip(keys, jobs, strict=True) if key not in writer.done]
         make = partial(make_sample, part, seed, image_size, variety=variety, kinds=kinds)
         chunks = [missing[start : start + _CHUNK] for start in range(0, len(missing), _CHUNK)]
-        samples = chain.from_iterable(executor.map(partial(_make_chunk, make), chunks))
+        samples: Iterator[SceneFiles] = map(make, missing)
+        if executor is not None and len(chunks) > 1:
+            samples = chain.from_iterable(executor.map(partial(_make_chunk, make), chunks))
         done = count - len(missing)
         for sample in tqdm(samples, total=count, initial=done, desc=part, unit=" samples"):
             writer.write(sample.key, sample.image, "png", sample.annotation, sample.second_image)

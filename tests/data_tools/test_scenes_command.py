@@ -5,10 +5,11 @@ from PIL import Image
 from raw_images import files_of
 
 from data_tools.__main__ import load
+from data_tools.scenes import make_sample
 from vlp.command_line import Command
 from vlp.config import ConfigError
 from vlp.data.schema import captions_of
-from vlp.data.shards.shard_reader import ShardIndex, ShardWriter
+from vlp.data.shards.shard_reader import ShardIndex
 from vlp.data.text.word_boxes import words_with_boxes
 from vlp.scenes.negatives import sample_swap, swap_kinds
 from vlp.scenes.sample import MAX_VARIETY, sample_scene
@@ -72,16 +73,14 @@ def test_kinds_of_swaps_can_be_chosen(tmp_path):
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     _run(whole, "--train", "30", "--val", "5")
-    write, written = ShardWriter.write, []
 
-    def interrupted(self, key, *rest):
-        if len(written) == 19:
+    def interrupted(part, seed, image_size, index, **options):
+        if index == 19:
             raise KeyboardInterrupt
-        written.append(key)
-        return write(self, key, *rest)
+        return make_sample(part, seed, image_size, index, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "write", interrupted)
+        patch.setattr("data_tools.scenes.make_sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             _run(broken, "--train", "30", "--val", "5")
     assert len(list((broken / "train").glob("*.tar"))) == 2
