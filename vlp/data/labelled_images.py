@@ -72,7 +72,7 @@ def require_images(path: str, classes: Sequence[str]) -> None:
     folder = Path(path)
     if not folder.is_dir() or (folder / INDEX_NAME).is_file():
         return
-    names = {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
+    names = {path.name for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name)}
     if names & set(classes) and (empty := sorted(names - set(classes))):
         raise ConfigError(
             f"{path}: no images ({', '.join(IMAGES)}) in its class folders {', '.join(empty[:5])}; "

@@ -150,6 +150,8 @@ def test_exif_orientation_is_applied_once(kind, orientation):
     opened = EncodedImage(data, "x")
     assert opened.size == opened.image().size == image.size
     assert torch.equal(opened.decode(), pil_to_tensor(image))
+    rows, columns = opened.decode((4, 4)).shape[1:]
+    assert columns / rows == pytest.approx(image.width / image.height, rel=0.1)
 
 
 @pytest.mark.parametrize("turn", [1, 6])
