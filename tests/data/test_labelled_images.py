@@ -9,7 +9,7 @@ from retrieval_stub import png
 
 from vlp.config import ConfigError
 from vlp.data.boxes import turn_of
-from vlp.data.labelled_images import open_labelled
+from vlp.data.labelled_images import open_labelled, require_images
 from vlp.data.schema import Annotation
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardWriter
@@ -77,6 +77,7 @@ def test_class_folders_may_hold_folders_and_any_extension(folder, tmp_path):
     for place in (folder, as_tar(folder, tmp_path / "a.tar", "w")):
         images = open_labelled(str(place))
         assert images.classes == CLASSES
+        require_images(str(place), CLASSES)
         read = [images.read(number) for number in range(len(images))]
         assert [row.label for row in read] == [0] * 8 + [1] * 12
         assert {row.image.getpixel((0, 0)) for row in read[8:]} == {COLOURS["red"]}
@@ -213,10 +214,12 @@ def coco(name):
         (RicoScreensConfig, {"hierarchies": "", "captions": ""}, "{0}/a.txt", "{0}/b/../a.txt"),
         (DetectionDataConfig, {}, coco("a.json"), coco("./a.json")),
         (DetectionDataConfig, {}, *({"format": "scenes", "count": count} for count in (9, 3))),
+        (LabelledImagesConfig, {}, "{0}", "{0}/red"),
     ],
 )
 def test_test_data_that_are_training_data_are_named(config, values, train, test, tmp_path):
     (tmp_path / "train-link").symlink_to(tmp_path / "train")
+    (tmp_path / "train" / "red").mkdir(parents=True)
     paths = {"train": train, "test": test}
     for key, path in paths.items():
         paths[key] = path.format(tmp_path / "train") if isinstance(path, str) else path
@@ -225,3 +228,16 @@ def test_test_data_that_are_training_data_are_named(config, values, train, test,
     with warnings.catch_warnings(action="error"):
         other = f"{tmp_path}/training" if isinstance(test, str) else coco("b.json")
         config.model_validate(values | paths | {"test": other})
+
+
+def test_other_data_in_the_training_folder_are_no_training_data(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for place in ("shards", "shards/test", "red/shards"):
+        as_shards(folder, folder / place)
+    inside = [(".", "red/shards"), (".", "@eaDir/red"), (".", "red/a.tar"), ("", "red"), ("", "")]
+    (folder / "@eaDir" / "red").mkdir(parents=True)
+    with warnings.catch_warnings(action="error"):
+        for train, test in (("shards", "shards/test"), *inside):
+            LabelledImagesConfig.model_validate({"train": train, "test": test})
+        scenes = {"format": "scenes", "count": 2}
+        DetectionDataConfig.model_validate({"train": coco("."), "test": scenes})

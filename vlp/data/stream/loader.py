@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from vlp.config import Config
+from vlp.data.file_names import is_hidden
 from vlp.data.shards.remote import retries, share_retries
 from vlp.data.shards.sample_files import BadSample, DataError, SkippedSample
 from vlp.data.stream.batch import RankBatch
@@ -370,12 +371,22 @@ class MapDatasetConfig(Config):
 
 
 def warn_of_training_data(train: str, test: str) -> None:
-    """Warn of test data that are the training data, or lie in their folder."""
-    if Path(os.path.realpath(test)).is_relative_to(os.path.realpath(train)):
+    """Warn of test data that are the training data, or a part of them; "" names no data."""
+    folder, path = Path(os.path.realpath(train)), Path(os.path.realpath(test))
+    if train and test and (path == folder or _is_part(path, folder)):
         warnings.warn(
             f"the test data {test} are training data: figures say nothing about other data",
             stacklevel=2,
         )
+
+
+def _is_part(path: Path, folder: Path) -> bool:
+    """Return whether `path` is a shard of a folder, or a folder in its class folders."""
+    if path.suffix == ".tar" or not path.is_relative_to(folder):
+        return path.suffix == ".tar" and path.parent == folder
+    # Of a folder with shards nothing else is read, and of class folders no tar.
+    has_shards = any(folder.glob("*.tar")) or any(path.glob("*.tar"))
+    return os.path.isdir(path) and not has_shards and not is_hidden(str(path.relative_to(folder)))
 
 
 class LabelledImagesConfig(MapDatasetConfig):

@@ -466,12 +466,13 @@ class DetectionDataConfig(NormalisationConfig, MapDatasetConfig):
                     f"`longest` {self.longest}"
                 )
         train, test = (
-            source.annotations
+            source.annotations and os.path.realpath(source.annotations)
             if isinstance(source, CocoSource)
             else f"scenes {source.split}, seed {source.seed}"
             for source in (self.train, self.test)
         )
-        warn_of_training_data(train, test)
+        if train == test:
+            warn_of_training_data(train, test)
         return self
 
 
