@@ -98,14 +98,16 @@ def require_local(path: Path) -> None:
     """Raise OSError for a URL or ~: writing would make a local folder `s3:` or `~`."""
     if (url := as_url(path)) is not None:
         raise OSError(errno.EINVAL, "it is a URL; name a folder on a disk", url)
-    if expanded := expand_home(path):
-        raise OSError(errno.EINVAL, f"the shell has not replaced ~; write {expanded}", str(path))
+    expanded = expand_home(path)
+    if expanded or path.parts[:1] == ("~",):  # without a home folder, ~ stays
+        hint = f"the shell has not replaced ~; write {expanded or '$HOME'}"
+        raise OSError(errno.EINVAL, hint, str(path))
 
 
 def expand_home(path: str | Path) -> str | None:
     """Return a path that starts with ~ or ~USER with the user's home folder; None for others."""
     expanded = os.path.expanduser(path)
-    return str(expanded) if str(expanded) != str(path) else None
+    return expanded if expanded != str(path) else None
 
 
 def similar_path(path: str | Path) -> str:

@@ -323,7 +323,10 @@ def split_parts(
 
 
 def key_of_image(stem: str) -> str:
-    """Return a sample's key: `_` for dots, slashes, spaces and what cannot be printed."""
+    """Return a sample's key: without slashes at its ends.
+
+    Other slashes, backslashes, dots, spaces and what cannot be printed become `_`.
+    """
     joined = "_".join(stem.strip("/").split())
     return "".join("_" if c in "./\\" or not c.isprintable() else c for c in joined)
 

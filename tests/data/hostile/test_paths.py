@@ -1,5 +1,6 @@
 import json
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from vlp.config import ConfigError
 from vlp.data.shards.remote import CachedFile, RemoteFolder, ShardCache
 from vlp.data.shards.sample_files import BadSample
 from vlp.data.shards.shard_reader import ShardIndex, index_folder
-from vlp.io import atomic_write, may_be_on_hub, parse_json, sha256_of, write_text
+from vlp.io import atomic_write, may_be_on_hub, parse_json, require_local, sha256_of, write_text
 from vlp.models.pretrained.local_copy import local_folder
 from vlp.models.pretrained.published import read_vit
 from vlp.tasks.detection.data import CocoImages, CocoSource
@@ -182,6 +183,12 @@ def test_links_in_the_place_of_a_file_are_not_written_through(tmp_path):
     with pytest.raises(OSError, match="symbolic links"):
         Journal(out, {})
     assert precious.read_text() == "mine"
+
+
+def test_a_folder_of_the_name_tilde_is_not_made(monkeypatch):
+    monkeypatch.setenv("HOME", "~")  # nothing to replace it with
+    with pytest.raises(OSError, match=r"write \$HOME"):
+        require_local(Path("~/new"))
 
 
 def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
