@@ -27,7 +27,6 @@ from vlp.training.engines.compile import Backend, compile_task
 from vlp.training.engines.environment import keep_freed_memory
 from vlp.training.optimiser import build_adamw
 
-RANGES = ("pass/", "anchor/")
 WARM_UP, PROFILED_STEPS = 3, 3
 WITH, WITHOUT = "with ACE-RPE", "without"
 # Keys of the teacher's queue in `overhead`; a longer queue makes the shares smaller.
@@ -148,7 +147,7 @@ def pass_times(trainee: Trainee, batch: Batch, steps: int) -> dict[str, float]:
             trainee.step(batch)
         ranges: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         for event in profiler.profiler.kineto_results.events():
-            if event.name().startswith(RANGES):
+            if event.name().startswith("pass/"):
                 ranges[event.name()][str(event.device_type())] += event.duration_ns()
         # On a GPU, a range has a CPU and a GPU time: take the longer.
         for name, spans in ranges.items():

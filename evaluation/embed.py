@@ -100,8 +100,8 @@ class FeatureFiles:
                         with data_part.open("rb") as part:
                             shutil.copyfileobj(part, data, 2**20)
                         with lines_part.open(encoding="utf-8") as part_lines:
-                            for line in part_lines:
-                                lines.write(_shift_image(line, offset))
+                            shifted = (_shift_image(line, offset) for line in part_lines)
+                            lines.writelines(shifted if name == CAPTIONS else part_lines)
                     data_part.unlink(missing_ok=True)
                     lines_part.unlink(missing_ok=True)
                     offset += rows[IMAGES]
@@ -113,8 +113,7 @@ class FeatureFiles:
 
 def _shift_image(line: str, offset: int) -> str:
     row = parse_json(line)
-    if IMAGES in row:
-        row[IMAGES] += offset
+    row[IMAGES] += offset
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

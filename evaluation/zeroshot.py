@@ -158,7 +158,7 @@ def evaluate_zeroshot(
     model, top = loaded.model, min(match, len(prompts.labels))
     temperature = model.temperature().item()
 
-    @lru_cache(10_000)  # some 80 MB of tokens
+    @lru_cache(10_000)  # 10 bytes a token
     def tokens_of_class(index: int) -> TextTokens:
         return loaded.text(prompts.of_class(index))
 

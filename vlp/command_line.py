@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import select
 import sys
 import warnings
 from collections.abc import Container, Mapping, Sequence
@@ -102,6 +103,16 @@ def run_app(
         print(f"error: {_message(error)}", file=sys.stderr)
         return 2
     return int(code or 0)
+
+
+def reader_has_ended(error: Exception) -> bool:
+    """Return whether an error is of `| head`, which Typer ends without a message."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    # It may be of another pipe, as to Java.
+    poller = select.poll()
+    poller.register(1, 0)
+    return bool(poller.poll(0))  # POLLERR or POLLHUP
 
 
 @cache

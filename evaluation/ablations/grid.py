@@ -101,15 +101,8 @@ def plan(config: AblationConfig, source: Path, only: Sequence[str] = ()) -> list
 
 
 def check(runs: Sequence[Run]) -> None:
-    """Raise ConfigError for wrong settings of a variant, or a folder with a run of other settings.
-
-    Seeds of a variant share settings, so one run of each variant is read.
-    """
-    for run in {run.variant: run for run in runs}.values():
-        try:
-            run.read()
-        except ConfigError as error:
-            raise ConfigError(f"variant {run.variant}: {error}") from error
+    """Raise ConfigError for wrong settings, or a folder with a run of other settings."""
+    check_settings(runs)
     for run in runs:
         if (file := run.folder / "config.yaml").is_file():
             config = run.read()
@@ -121,6 +114,18 @@ def check(runs: Sequence[Run]) -> None:
                     f"{run.folder} holds a run of other settings ({differences[0]}): delete it, or "
                     "change output"
                 )
+
+
+def check_settings(runs: Sequence[Run]) -> None:
+    """Raise ConfigError for wrong settings of a variant.
+
+    Seeds of a variant share settings, so one run of each variant is read.
+    """
+    for run in {run.variant: run for run in runs}.values():
+        try:
+            run.read()
+        except ConfigError as error:
+            raise ConfigError(f"variant {run.variant}: {error}") from error
 
 
 def results(config: AblationConfig, source: Path) -> Results:
@@ -160,21 +165,25 @@ def steps_within(
     """
     file, folder = out / "rate.json", out / "rate"
     variants = list(dict.fromkeys(run.variant for run in runs))
-    inputs = {"overrides": dict(overrides), "variants": variants}
     stored = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if stored.get("inputs") != inputs:
-        print(f"timing {_TIMED_STEPS} steps of {', '.join(variants)}")
+    rates = stored["step_seconds"] if stored.get("overrides") == dict(overrides) else {}
+    if new := [variant for variant in variants if variant not in rates]:
+        print(f"timing {_TIMED_STEPS} steps of {', '.join(new)}")
         remove(folder)
         time_run = partial(_time_steps, folder=folder, threads=(os.cpu_count() or 1) // jobs or 1)
         # As many runs side by side as later, since they share the machine.
-        rates = Executor(jobs, spawn=True).map(time_run, runs[: max(jobs, len(variants))])
+        timed = sorted(runs, key=lambda run: run.variant not in new)[: max(jobs, len(new))]
+        measured = Executor(jobs, spawn=True).map(time_run, timed)
         # Of two seeds of a variant the slower counts.
-        stored = {"inputs": inputs, "step_seconds": dict(sorted(rates, key=lambda rate: rate[1]))}
-        write_json(file, stored)
+        new_rates = dict(sorted(measured, key=lambda rate: rate[1]))
+        rates |= {variant: new_rates[variant] for variant in new}
+        write_json(file, {"overrides": dict(overrides), "step_seconds": rates})
         remove(folder)
-    name, slowest = max(stored["step_seconds"].items(), key=lambda item: item[1])
-    steps = max(1, int(seconds / slowest))
-    print(f"{steps} steps a run: the slowest encoding, {name}, takes {slowest:.3g} s a step")
+    slowest = max(variants, key=rates.__getitem__)
+    steps = max(1, int(seconds / rates[slowest]))
+    print(
+        f"{steps} steps a run: the slowest encoding, {slowest}, takes {rates[slowest]:.3g} s a step"
+    )
     return steps
 
 

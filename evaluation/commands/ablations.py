@@ -156,7 +156,7 @@ def compare(
     import torch
 
     from evaluation.ablations.config import AblationConfig
-    from evaluation.ablations.grid import check, steps_within
+    from evaluation.ablations.grid import check, check_settings, steps_within
     from evaluation.ablations.grid import plan as plan_runs
     from vlp.config import ConfigError, dump_yaml, load_plugins, parse_override, validate
     from vlp.io import write_text
@@ -219,7 +219,7 @@ def compare(
     # Everything is checked, encodings by building the models, before --out is written.
     with tempfile.TemporaryDirectory() as scratch:
         write_text(Path(scratch) / "training.yaml", training)
-        check(runs := plan_runs(config, Path(scratch) / "comparison.yaml"))
+        check_settings(runs := plan_runs(config, Path(scratch) / "comparison.yaml"))
         for run in {run.variant: run for run in runs}.values():
             task: Any = run.read().task  # type: ignore[attr-defined]
             untrained = task.model.model_copy(update={"pretrained": False})
@@ -231,6 +231,7 @@ def compare(
         runs = plan_runs(config, file)
         changes["training.steps"] = steps_within(60 * minutes_a_run, runs, out, changes, jobs)
         config = validate(values, AblationConfig, "vlp positions compare")
+    check(plan_runs(config, file))
     write_text(file, f"# vlp ablate --config {file}\n{dump_yaml(values)}")
     _run(config, file, plan=plan)
 

@@ -34,25 +34,24 @@ class Evaluations(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find a command, also of a task that a plugin registered."""
-        if args[0] in task_kinds():
-            self._add_task(args[0])
+        self._add_tasks()
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands, also of tasks that plugins registered."""
-        for kind in task_kinds():
-            self._add_task(kind)
-        super().format_commands(ctx, formatter)
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, also of tasks that plugins registered."""
+        self._add_tasks()
+        return super().list_commands(ctx)
 
-    def _add_task(self, kind: str) -> None:
+    def _add_tasks(self) -> None:
         # Plugins are loaded with the group's options, after the built-in commands were added.
-        if kind not in self.commands:
-            from evaluation.downstream.task_evaluation import get_evaluation
+        for kind in task_kinds():
+            if kind not in self.commands:
+                from evaluation.downstream.task_evaluation import get_evaluation
 
-            single = new_app()
-            job = get_evaluation(kind).job
-            single.command(kind, cls=EvaluationCommand)(command_of(kind, job))
-            self.add_command(typer.main.get_command(single), kind)
+                single = new_app()
+                job = get_evaluation(kind).job
+                single.command(kind, cls=EvaluationCommand)(command_of(kind, job))
+                self.add_command(typer.main.get_command(single), kind)
 
 
 app = new_app("Measure a model; torchrun shares the work between its ranks.", Evaluations)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from vlp.command_line import Command, positive, require_output
+from vlp.command_line import Command, positive, reader_has_ended, require_output
 from vlp.config import Precision
 
 
@@ -90,9 +90,9 @@ class EvaluationCommand(Command):
             if rank == "0":
                 print(f"error: {redact(str(error))}", file=sys.stderr)
             return 2
-        except BrokenPipeError:  # of `| head`: Typer exits without a message
-            raise
         except (OSError, RuntimeError) as error:
+            if reader_has_ended(error):
+                raise
             message = redact(str(error))
             if distributed.is_lost_peer(error):
                 message = "lost another rank; see the message of that rank"

@@ -383,8 +383,8 @@ def _rerank_notes(
         f"{stage} {ARROWS[direction]} {loss:.3f}"
         for (stage, direction), loss in mean_losses.items()
     )
-    average = f"List loss in nats, mean over queries with a positive among the top {top}"
-    return [f"The top {top} were re-ranked by {score}.", f"{average}: {listing or 'none'}."]
+    average = "List loss in nats, mean over queries with a positive among the re-ranked"
+    return [f"At most the top {top} were re-ranked by {score}.", f"{average}: {listing or 'none'}."]
 
 
 def _collection_notes(collection: Collection) -> list[str]:

@@ -33,6 +33,7 @@ from vlp.command_line import (
     nearest,
     new_app,
     positive,
+    reader_has_ended,
     require_output,
     run_app,
     tower_overrides,
@@ -149,8 +150,7 @@ def finetune(
     """
     _read_config(config)
     if not any(f"{kind}_".startswith(f"{task}_") for kind in task_kinds()):
-        if not config.is_file():  # it may name the task's plugin
-            raise ConfigError(f"{config}: there is no such file")
+        read_values(config)  # it may name the task's plugin: raises if it cannot be read
         raise typer.BadParameter(f"unknown task {task!r}; {nearest(task, task_kinds())}")
     changes = [*([f"init_from={init_from}"] if init_from else []), *(overrides or ())]
     if (count := _rank_count(ranks)) > 1:
@@ -291,9 +291,9 @@ def _config_errors() -> Iterator[None]:
     """Raise ConfigError, which is printed as one line, for input that cannot be used."""
     try:
         yield
-    except BrokenPipeError:
-        raise
     except (ValueError, OSError, YAMLError) as error:
+        if reader_has_ended(error):
+            raise
         raise ConfigError(str(error)) from error
 
 

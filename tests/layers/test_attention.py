@@ -139,13 +139,14 @@ def test_encodings_of_tokens_are_refused():
 
 
 @pytest.mark.parametrize("kind", [Attention, CausalAttention])
-def test_without_a_context_attention_compiles_into_one_graph(kind):
-    encoding = create_position("irpe-product", width=WIDTH, heads=HEADS, grid=(2, 3))
+@pytest.mark.parametrize("name", ["irpe-product", "rope-axial"])
+def test_without_a_context_attention_compiles_into_one_graph(kind, name):
+    encoding = create_position(name, width=WIDTH, heads=HEADS, grid=(2, 3))
     attention, x = kind(WIDTH, HEADS, positions=[encoding]).double(), states(2, 6)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x, context=CONTEXT))
     encoding.grid = None
-    with pytest.raises(ValueError, match="irpe-product needs a grid"):
+    with pytest.raises(ValueError, match=f"{name} needs a grid"):
         attention(x)
 
 

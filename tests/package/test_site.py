@@ -6,6 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("material")  # of the extra `docs`
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 

@@ -164,6 +164,27 @@ def test_missing_paths_are_an_error():
         layer(torch.rand(1, 2, WIDTH).double(), None, None, PositionContext())
 
 
+def test_tables_and_states_learn_as_in_plain_attention_over_shifted_states(field):
+    text, image = streams()
+    layer = attention_with(anchor(roles=("query", "key")))
+    image.requires_grad_()
+    layer(text, image, None, PositionContext(anchors=field)).square().sum().backward()
+    (position,) = layer.positions
+    found = [*(position.tables[role].grad for role in ("query", "key")), layer.key.weight.grad]
+    found.append(image.grad)
+
+    plain = Attention(WIDTH, HEADS, output=False).double()
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    tables = [position.tables[role].detach().requires_grad_() for role in ("query", "key")]
+    other = image.detach().requires_grad_()
+    query = heads(plain.query(text + field.text_mean @ tables[0]))
+    key = heads(plain.key(other + field.image_mean @ tables[1]))
+    weights = (query @ key.transpose(-1, -2) / (WIDTH // HEADS) ** 0.5).softmax(-1)
+    (weights @ heads(plain.value(other))).square().sum().backward()
+    expected = [*(table.grad for table in tables), plain.key.weight.grad, other.grad]
+    torch.testing.assert_close(found, expected)
+
+
 def test_both_orders_of_the_paths_hold_the_same_and_know_what_is_reachable(field):
     assert torch.equal(field.image_path.transpose(1, 2), field.text_path)
     assert field.text_path.transpose(-1, -2).is_contiguous()

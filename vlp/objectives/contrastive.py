@@ -86,21 +86,19 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
 
 
 def match_by_keys(pair_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Return whether row b and key k match by way of a third key, as in `related`: (B, K) bool.
+    """Return whether row b and key k match by way of a third key: (B, K) bool.
 
-    Memory grows with B K alone. pair_ids: (B, 2), ids of image and caption; key_ids: (K, 2).
+    As `related` with the keys as links, which takes ten times as long for a queue, but without the
+    positives. pair_ids: (B, 2), ids of image and caption; key_ids: (K, 2).
     """
     matches = []
+    # A key with key k's caption has row b's image; then with image and caption exchanged.
     for rows, keys in ((pair_ids, key_ids), (pair_ids.flip(1), key_ids.flip(1))):
-        # Searching B K hashes takes ten times as long: count keys of row b's image by caption.
         captions = keys[:, 1].contiguous()
-        sorted_captions, order = captions.sort()
-        count = (keys[order, :1] == rows[:, 0]).cumsum(0, dtype=torch.int32)
-        count = functional.pad(count, (0, 0, 1, 0))  # (K + 1, B), of the first 0, 1, ... K keys
-        # The range of sorted keys that have the caption of each key.
-        start = torch.searchsorted(sorted_captions, captions)
-        end = torch.searchsorted(sorted_captions, captions, right=True)
-        matches.append((count[end] > count[start]).T)
+        group = torch.searchsorted(captions.sort().values, captions)  # (K,), equal for one caption
+        has_image = (keys[:, :1] == rows[:, 0]).int()
+        count = torch.zeros_like(has_image).index_add_(0, group, has_image)
+        matches.append((count[group] > 0).T)
     return matches[0] | matches[1]
 
 

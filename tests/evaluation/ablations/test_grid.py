@@ -19,7 +19,7 @@ from evaluation.ablations.config import AblationConfig
 from evaluation.ablations.grid import RESULT, VLP, Run, check, do_runs, plan, results, run_ablation
 from evaluation.ablations.tables import report, to_frame
 from launch.cli.main import main
-from vlp.config import PLUGINS, ConfigError, load_config
+from vlp.config import PLUGINS, ConfigError, load_config, save_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted((ROOT / "configs" / "ablation").glob("*.yaml"))
@@ -354,6 +354,8 @@ def test_minutes_a_run_give_all_encodings_the_steps_of_the_slowest(folder, capsy
     source = out / "comparison.yaml"
     runs = plan(load_config(source, AblationConfig), source)
     assert [run.read().training.steps for run in runs] == [240] * 2
+    save_config(runs[0].read(), runs[0].folder / "config.yaml")
+    assert main([*words, *small]) == 0, "its begun runs are its own"
     assert main([*words, *SMALL]) == 2
     assert "leave out --epochs and training.steps" in capsys.readouterr().err
 

@@ -141,6 +141,14 @@ def test_features_that_are_not_finite_are_an_error(numbered):
         evaluate_retrieval(stub, [numbered])
 
 
+def test_nothing_to_evaluate_is_one_clear_error(tmp_path):
+    folder = tmp_path / "blank"
+    with ShardWriter(folder) as writer:
+        writer.write("blank", png((1, 0, 0)), "png", Annotation())
+    with pytest.raises(EvaluationError, match="no usable sample in 1 \\(1 no text\\)"):
+        evaluate_retrieval(make_stub([1]), [folder])
+
+
 def test_block_cache_drops_the_least_recently_used():
     encoded = []
 
