@@ -90,9 +90,10 @@ with StopSignals(grace=0.2, patience=float(sys.argv[1])) as stop:
 )
 def test_patience_ends(patience, inside, told):
     code, error = outcome(IN_PATIENCE, patience, inside)
-    announcement, *_, last = error.splitlines()
-    assert announcement.startswith("SIGTERM: the run stops after this validation or checkpoint")
-    assert (code, last) == (REQUEUE, f"rank 0 stopped by SIGTERM {told}")
+    after = (
+        f"SIGTERM: the run stops after this validation or checkpoint, in {patience:.0f} s at most"
+    )
+    assert (code, error) == (REQUEUE, f"{after}\nrank 0 stopped by SIGTERM {told}\n")
 
 
 def test_a_process_with_many_open_files_is_watched():

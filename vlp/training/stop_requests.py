@@ -220,12 +220,12 @@ class StopSignals:
             is_suspended = self._is_suspended
             if is_suspended and self.reason is not None and not is_announced and rank == "0":
                 is_announced = True
+                text = f"{self.reason}: the run stops after this validation or checkpoint, in "
+                text += f"{self._patience:.0f} s at most"
+                if self.reason == "SIGINT":
+                    text += "; a second Ctrl-C ends it unsaved"
                 with suppress(OSError):
-                    print(
-                        f"{self.reason}: the run stops after this validation or checkpoint, in "
-                        f"{self._patience:.0f} s at most; a second Ctrl-C ends it unsaved",
-                        file=sys.stderr,
-                    )
+                    print(text, file=sys.stderr)
             limit = self._request_time + self._patience if is_suspended else self._deadline
             if time.monotonic() >= limit and not self._over.is_set():
                 when = "while it validated or saved" if is_suspended else "in the midst of a step"

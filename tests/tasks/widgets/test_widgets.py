@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from vlp.config import ConfigError
 from vlp.data.shards.sample_files import BadSample
+from vlp.data.stream.loader import indexed_data
 from vlp.data.text.tokenizer import TextProcessor
 from vlp.positions.fourier import kl_regulariser
 from vlp.tasks.widgets.data import (
@@ -289,10 +290,13 @@ class TestBatches:
 
     def test_a_screen_without_captions_is_skipped(self, monkeypatch):
         screens, text, config = small()
-        bare = screens.read(7)._replace(captions={})
-        monkeypatch.setattr(screens, "read", lambda number: bare)
-        with pytest.raises(BadSample, match="no captions"):
-            WidgetSamples(screens, text, config)(7, None)
+        read, bare = screens.read, screens.read(7)._replace(captions={})
+        monkeypatch.setattr(screens, "read", lambda number: bare if number == 7 else read(number))
+        samples = WidgetSamples(screens, text, config)
+        data = indexed_data(len(screens), samples, Collate(text), config, 24, 0)
+        batch, _ = next(iter(data.batches()))
+        assert [skip.kind for skip in batch.skipped] == ["no captions"]
+        assert int(batch.valid.sum()) == 23
 
     def test_vocabularies(self, tmp_path):
         _, text, _ = small()
