@@ -85,21 +85,21 @@ def related(pair_ids: Tensor, candidate_ids: Tensor, links: Tensor | None = None
     return positives(pair_ids, candidate_ids) | i2t | t2i
 
 
-def match_by_keys(pair_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Return whether row b and key k match by way of a third key: (B, K) bool.
+def match_keys(pair_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which keys are `positives`, and which match by way of a third key: (B, K) bool each.
 
-    As `related` with the keys as links, which takes ten times as long for a queue, but without the
-    positives. pair_ids: (B, 2), ids of image and caption; key_ids: (K, 2).
+    Both together are `related` with the keys as links, which takes ten times as long for a queue.
+    pair_ids: (B, 2), ids of image and caption; key_ids: (K, 2).
     """
-    matches = []
-    # A key with key k's caption has row b's image; then with image and caption exchanged.
-    for rows, keys in ((pair_ids, key_ids), (pair_ids.flip(1), key_ids.flip(1))):
-        captions = keys[:, 1].contiguous()
-        group = torch.searchsorted(captions.sort().values, captions)  # (K,), equal for one caption
-        has_image = (keys[:, :1] == rows[:, 0]).int()
-        count = torch.zeros_like(has_image).index_add_(0, group, has_image)
-        matches.append((count[group] > 0).T)
-    return matches[0] | matches[1]
+    images_and_captions = key_ids.T.contiguous()
+    is_equal = pair_ids[..., None] == images_and_captions  # (B, 2, K)
+    # First half: some key has key k's caption and row b's image. Second half: the reverse.
+    ids = images_and_captions.flip(0)
+    group = torch.searchsorted(ids.sort().values, ids)  # (2, K), the same for equal ids
+    group[1].add_(len(key_ids))
+    has_equal = torch.zeros_like(is_equal).flatten(1)
+    has_equal.index_add_(1, group.flatten(), is_equal.flatten(1))
+    return is_equal.any(1), has_equal[:, group].any(1)
 
 
 def match_by_links(image_ids: Tensor, caption_ids: Tensor, links: Tensor) -> Tensor:

@@ -29,8 +29,7 @@ from vlp.objectives.config import (
 from vlp.objectives.contrastive import (
     LearnedBias,
     itc_loss,
-    match_by_keys,
-    positives,
+    match_keys,
     sigmoid_loss,
     soft_targets,
 )
@@ -177,10 +176,10 @@ class Contrastive(Objective):
         settings, batch, teacher = self.settings, step.batch, step.teacher
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
-        positive = positives(batch.pair_ids, keys.pair_ids)
-        # Pairs that a third pair of the batches or the queue links are no negatives.
-        is_linked = match_by_keys(batch.pair_ids, keys.pair_ids)
-        candidate_valid = keys.valid & (positive | ~is_linked)
+        positive, is_linked = match_keys(batch.pair_ids, keys.pair_ids)
+        # Pairs that a third pair of the batches or the queue links are no negatives. Of bools, >= is
+        # "positive or not linked", in one kernel.
+        candidate_valid = keys.valid & (positive >= is_linked)
         if settings.kind == "paper":
             loss = paper_anchor_loss(
                 image,
