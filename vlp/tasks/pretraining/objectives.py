@@ -177,8 +177,8 @@ class Contrastive(Objective):
         image, text = step.image.feature, step.text.feature
         keys = teacher.keys if teacher else gather_keys(step.image, step.text, batch)
         positive, is_linked = match_keys(batch.pair_ids, keys.pair_ids)
-        # Pairs that a third pair of the batches or the queue links are no negatives. Of bools, >= is
-        # "positive or not linked", in one kernel.
+        # Pairs that a third pair of the batches or the queue links are no negatives. For bools, >=
+        # is "positive or not linked", in one kernel.
         candidate_valid = keys.valid & (positive >= is_linked)
         if settings.kind == "paper":
             loss = paper_anchor_loss(
